@@ -20,13 +20,14 @@ from vescale.compat import no_torch_function, note, spec_of
 # What ranks compare of their optimizers' steps: hyperparameters, and for how many parameters there are gradients. Where
 # each rank holds a part of every parameter, nothing else tells that one rank has another learning rate, skips a step,
 # or has dropped a gradient. PyTorch's hooks before the step of any optimizer see the first steps, and then every
-# ``VESCALE_CHECK_EVERY``-th.
+# ``VESCALE_CHECK_EVERY``-th; of the others, hyperparameters that have changed (a scheduler goes by each rank's own loss).
 
 Row = tuple[str, str]
-Listener = Callable[[DeviceMesh, Sequence[Row], Row], None]
+Listener = Callable[[DeviceMesh, Sequence[Row], Sequence[Row]], None]
 # Called with a mesh on which an optimizer has parameters, the numbers of a group, and how many gradients there are.
 STEP_LISTENERS: list[Listener] = []
 _COUNTS: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_SEEN: weakref.WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
 _NUMBERS = (bool, int, float, str)
 _MAX_GROUPS = 8
 
@@ -45,20 +46,27 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     count = _COUNTS[optimizer] = _COUNTS.get(optimizer, 0) + 1
     every = check_every()
-    if (count > FIRST and not (every and count % every == 0)) or is_unchecked():
+    fully = count <= FIRST or bool(every and count % every == 0)
+    groups, seen = [_plain_numbers(group) for group in optimizer.param_groups], _SEEN.get(optimizer)
+    if not fully and groups == seen:
         return
+    _SEEN[optimizer] = groups
+    if is_unchecked():
+        return
+    earlier: list[Any] = seen if seen is not None and len(seen) == len(groups) else [None] * len(groups)
     with no_torch_function():
         for mesh in {id(spec_of(p).mesh): spec_of(p).mesh for p in _dtensors(optimizer)}.values():
-            for number, group in enumerate(optimizer.param_groups):
+            for number, (group, now, before) in enumerate(zip(optimizer.param_groups, groups, earlier)):
                 params = [p for p in group["params"] if isinstance(p, DTensor) and spec_of(p).mesh is mesh]
-                if params:
-                    name = f"step {count} of {type(optimizer).__name__}, group {number}"
-                    grads = f"{sum(p.grad is not None for p in params)} of {len(params)}"
-                    rows = [(f"{STEPPED}{key} of {name}", text) for key, text in _numbers(group)]
-                    if number >= _MAX_GROUPS:
-                        rows = [(f"{STEPPED}{name}", hash_of(repr(rows)))]
-                    for listener in STEP_LISTENERS:
-                        listener(mesh, rows, (f"{STEPPED}number of gradients of {name}", grads))
+                if not params or (not fully and now == before):
+                    continue
+                name = f"step {count} of {type(optimizer).__name__}, group {number}"
+                rows = [(f"{STEPPED}{key} of {name}", text) for key, text in _numbers(group)]
+                if number >= _MAX_GROUPS:
+                    rows = [(f"{STEPPED}{name}", hash_of(repr(rows)))]
+                grads = f"{sum(p.grad is not None for p in params)} of {len(params)}" if fully else ""
+                for listener in STEP_LISTENERS:
+                    listener(mesh, rows, [(f"{STEPPED}number of gradients of {name}", grads)] if fully else [])
 
 
 def _dtensors(optimizer: Optimizer) -> Iterator[DTensor]:
@@ -68,6 +76,15 @@ def _dtensors(optimizer: Optimizer) -> Iterator[DTensor]:
 def _numbers(group: dict[str, Any]) -> Iterator[Row]:
     found = ((name, _value(value)) for name, value in group.items() if name not in ("params", "param_names"))
     return ((name, text) for name, text in found if text)
+
+
+def _plain_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """What can be compared with an earlier step without a device."""
+    return {
+        name: value
+        for name, value in group.items()
+        if isinstance(value, _NUMBERS) or (type(value) is tuple and all(isinstance(each, _NUMBERS) for each in value))
+    }
 
 
 def _value(value: Any) -> str:
@@ -98,10 +115,10 @@ def start_checks(mesh: DeviceMesh) -> StepChecks:
     return _begun(mesh, mesh.mesh.flatten().tolist(), [tuple(i) for i in (mesh.mesh >= 0).nonzero().tolist()])
 
 
-def _note_step(mesh: DeviceMesh, numbers: Sequence[tuple[str, str]], gradients: tuple[str, str]) -> None:
+def _note_step(mesh: DeviceMesh, numbers: Sequence[Row], gradients: Sequence[Row]) -> None:
     checks = step_checks(mesh)
     if checks is not None and checks.is_on:
-        for name, text in (*numbers, gradients) if checks.names_gradients else numbers:
+        for name, text in (*numbers, *gradients) if checks.names_gradients else numbers:
             checks.note(name, text)
 
 

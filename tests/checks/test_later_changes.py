@@ -1,4 +1,5 @@
-"""A parameter that is frozen on some ranks, after the first forwards: its gradient would be a sum over the others."""
+"""What the script changes on some ranks only after the first forwards: a parameter is frozen, whose gradient would be a sum
+over the others; a scheduler sets another learning rate."""
 
 from __future__ import annotations
 
@@ -63,3 +64,30 @@ def test_frozen_on_a_rank(ranks: RankPools, kind: str) -> None:
 def test_frozen_on_all_ranks(ranks: RankPools, kind: str) -> None:
     ranks.run(train, kind, 6, None, world_size=2)
     ranks.run(train, kind, 1, None, world_size=2)
+
+
+def another_rate(kind: str, only: int | None) -> None:
+    """As ReduceLROnPlateau sets it by each rank's own loss."""
+    model, x = model_of(kind), torch.ones(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for step in range(12):
+        if only in (None, dist.get_rank()) and step >= 6:
+            optimizer.param_groups[0].update(lr=0.1 / step, betas=(0.9, 0.99))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if only is not None and step == 7:
+            raise AssertionError("two steps at other rates")
+
+
+def another_rate_on_a_rank(kind: str) -> None:
+    with pytest.raises(
+        InputMismatchError, match=r"ranks have stepped optimizers differently before forward 8.* lr of step 7"
+    ):
+        another_rate(kind, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_another_learning_rate(ranks: RankPools, kind: str) -> None:
+    ranks.run(another_rate_on_a_rank, kind, world_size=2)
+    ranks.run(another_rate, kind, None, world_size=2)
