@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.compat import aten_calls
@@ -257,3 +258,28 @@ def is_composite(op: Any) -> bool:
 def has_cpu_kernel(op: Any) -> bool:
     keys = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
+
+
+VIEWED: list[tuple[list[int], list[int]]] = [
+    ([5, 2, 3], [1, 10, 3]),
+    ([3, 4, 4], [3, 16]),
+    ([1, 2, 3, 6, 5], [1, 2, 90]),
+    ([2, 3, 5, 5], [6, 25]),
+    ([6, 6, 1, 2], [36, 1, 2]),
+    ([6, 4], [2, 3, 4]),
+]
+
+
+@pytest.mark.parametrize(("shape", "wanted"), VIEWED)
+@pytest.mark.parametrize("op", [torch.ops.aten.view.default, torch.ops.aten.view_copy.default], ids=str)
+def test_views_of_uneven_pieces(world: Any, op: Any, shape: list[int], wanted: list[int]) -> None:
+    """PyTorch cuts the result of a view into pieces of its own, which hold other elements where sizes are uneven."""
+    compat.install()
+    parallelize(nn.Linear(2, 2), Plan(init_device_mesh("cpu", (8,), mesh_dim_names=("a",))))
+    call, counts = Call(op, (torch.randn(shape, dtype=torch.float64), wanted), {}), Counter[str]()
+    for dim, pieces, mesh_shape in itertools.product(range(len(shape)), (2, 3), ((2,), (5,), (2, 3))):
+        cut = _StridedShard(dim, split_factor=pieces)
+        for placements in {(cut,) * len(mesh_shape), (cut, Shard(len(shape) - 1))[: len(mesh_shape)]}:
+            case = Case(call, mesh_shape, (placements,))
+            counts[followed(case, meshes_of(world, mesh_shape))] += 1
+    assert counts["stay"] + counts["elsewhere"] > 10, counts

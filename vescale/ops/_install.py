@@ -407,13 +407,15 @@ def misjudged_view(schema: Any, sharding: Any) -> Any:
     :func:`view_of_parts`; NotImplemented where no placement describes what each rank holds, or nothing can be
     decided. None where the decision is right.
 
-    PyTorch compares the size of a dim with the ranks of one axis after the other, also where several axes cut it.
+    PyTorch compares the size of a dim with the ranks of one axis after the other, also where several axes cut it, and cuts
+    pieces of a view (``_StridedShard``) by its own size, where those of what is viewed have other ones.
     """
     spec = schema.args_schema[0] if schema.args_schema else None
     if schema.op.overloadpacket.__name__ not in VIEWS or not isinstance(spec, DTensorSpec):
         return None
     dims = [p.dim for p in spec.placements if type(p) is Shard]
-    if len(dims) == len(set(dims)) or not isinstance(output := sharding.output_spec, DTensorSpec):
+    is_plain = len(dims) == len(set(dims)) and not any(isinstance(p, StridedShard) for p in spec.placements)
+    if is_plain or not isinstance(output := sharding.output_spec, DTensorSpec):
         return None
     call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
     if cached(_is_right, call, output.placements):
