@@ -18,7 +18,7 @@ from tests.examples import NIGHTLY
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole_tensors
 from vescale import parallelize
-from vescale.errors import ForeignToolError, SetDataError, UnsupportedParameterError
+from vescale.errors import ForeignToolError, SetDataError, StaticStepError, UnsupportedParameterError
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan
 
@@ -128,7 +128,11 @@ USES: dict[str, Callable[[Net, random.Random], list[Any]]] = {"toggled": toggled
 def same(kind: str, use: str, seed: int) -> None:
     mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp" if kind == "tp" else "dp",))
     expected = USES[use](drawn(), random.Random(seed))
-    found = USES[use](sharded(kind, mesh), random.Random(seed))
+    try:
+        found = USES[use](sharded(kind, mesh), random.Random(seed))
+    except StaticStepError:  # the recorded step had frozen parameters in its backward
+        assert kind == "static"
+        return
     whole = whole_tensors({index: None if x is None else x.detach() for index, x in enumerate(found)})
     for index, (value, one) in enumerate(zip(whole.values(), expected, strict=True)):
         assert (value is None) == (one is None), f"{index}: {value} for {one}"
