@@ -589,9 +589,22 @@ def derivatives_of_reduced_gradients(kind: str) -> None:
         for p, q in zip(one.parameters(), model.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None
             torch.testing.assert_close(whole(q.grad.detach()), p.grad.detach())
-    penalty = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
-    with pytest.raises(UnsupportedParameterError, match=r"is differentiated.*torch\.autograd\.grad"):
-        penalty.backward() if kind == "fsdp" else (loss(model) + penalty).backward()
+    gradients, parameters = [p.grad for p in model.parameters()], list(model.parameters())
+
+    def penalty() -> Any:
+        return sum(gradient.square().sum() for gradient in gradients)
+
+    for differentiate in (
+        lambda: penalty().backward(),
+        lambda: (penalty() if kind == "fsdp" else loss(model) + penalty()).backward(),
+        lambda: torch.autograd.grad(gradients, parameters, [torch.ones_like(p) for p in parameters]),
+        lambda: torch.autograd.grad(gradients[0].sum(), parameters[2], allow_unused=True),
+    ):
+        with pytest.raises(UnsupportedParameterError, match=r"is differentiated.*torch\.autograd\.grad"):
+            differentiate()
+    for each in (one, model):
+        each[2].bias.grad.mul_(2)  # written to as on one device, where a gradient with a graph is no leaf
+    torch.testing.assert_close(whole(model[2].bias.grad.detach()), one[2].bias.grad.detach())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (one, model)]
     for set_to_none in (False, True, True):
         for each, optimizer in zip((one, model), optimizers, strict=True):

@@ -133,6 +133,13 @@ def refused() -> None:
     weight.data = before * 2
     with pytest.raises(SetDataError, match="Keep a copy"):
         weight.data = before
+    weight.data = weight.data.view(2 * WIDTH, WIDTH)  # its own memory
+    weight.data = weight
+    average = copy.deepcopy(model)
+    for value in (average.up.weight.data, average.up.weight, average.up.weight.detach()):
+        with pytest.raises(SetDataError, match=r"another parameter's own memory.*other\.data\.clone"):
+            weight.data = value
+    weight.data = average.up.weight.data.clone()
     other = distribute_tensor(
         torch.zeros(2 * WIDTH, WIDTH), init_device_mesh(device_type(), (1, 2)), [R, S0], src_data_rank=None
     )

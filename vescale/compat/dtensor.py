@@ -26,6 +26,7 @@ __all__ = [
     "TensorMeta",
     "current_mesh",
     "expanded_as",
+    "is_in_kept_memory",
     "keep_memory",
     "keeps_memory",
     "local_of",
@@ -181,9 +182,21 @@ def expanded_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def keep_memory(dtensor: torch.Tensor) -> None:
-    """Let ``dtensor.data = values`` write to the local tensor, a part of a buffer, instead of taking another one."""
+    """Let ``dtensor.data = values`` write to the local tensor, a part of a buffer, instead of taking another one. No other
+    DTensor that keeps its memory is given memory of that buffer, either."""
     dtensor.__dict__["_keeps_memory"] = True
+    storage = storage_of(dtensor)
+    if storage is not None:
+        setattr(storage, _IS_KEPT, True)
 
 
 def keeps_memory(dtensor: torch.Tensor) -> bool:
     return "_keeps_memory" in dtensor.__dict__
+
+
+def is_in_kept_memory(dtensor: torch.Tensor) -> bool:
+    """Whether the local tensor is a part of a buffer of tensors that keep their memory."""
+    return hasattr(storage_of(dtensor), _IS_KEPT)
+
+
+_IS_KEPT = "_vescale_is_kept"

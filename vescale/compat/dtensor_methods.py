@@ -20,11 +20,11 @@ from torch.distributed.tensor import _api as tensor_api
 
 from vescale.compat.autograd import num_function_modes
 from vescale.compat.checkpoint_plans import CheckpointHooks
-from vescale.compat.dtensor import keeps_memory
+from vescale.compat.dtensor import is_in_kept_memory, keeps_memory, own_part
 from vescale.compat.model_hooks import tell_handed_out, tell_plain_value
 from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import begin_world
-from vescale.errors import PlacementError, SetDataError
+from vescale.errors import ArgumentTypeError, PlacementError, SetDataError
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,12 @@ def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
         )
     if isinstance(value, DTensor) and value.device_mesh != self.device_mesh:
         raise SetDataError(f"data on {value.device_mesh} for a DTensor on {self.device_mesh}; expected the same mesh")
+    if is_part and _has_other_memory(self, value):
+        raise SetDataError(
+            f"the data of a DTensor of shape {tuple(self.shape)} are set to another parameter's own memory: both are parts "
+            "of buffers of units, and stay there, where one device lets the two share memory. Give it a copy: "
+            "parameter.data = other.data.clone(); to share the memory, tie them before: module.weight = other.weight"
+        )
     if is_part and _is_own_memory(self, value):
         return
     with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -203,6 +209,20 @@ def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
         self._local_tensor = value._local_tensor.data
         if self._spec != value._spec:
             self._spec = value._spec
+
+
+def _has_other_memory(dtensor: Any, value: Any) -> bool:
+    """Whether ``value`` is, or is a view of, another one that keeps its memory. ``value.data`` says so on every rank, also
+    on one that holds nothing."""
+    if value is dtensor or keeps_memory(value):
+        return value is not dtensor
+    source = value.__dict__.get("_memory_of", (lambda: None, 0))[0]()
+    if source is not None:
+        return source is not dtensor
+    local, own = own_part(value), dtensor._local_tensor
+    return is_in_kept_memory(value) and (
+        local.untyped_storage() is not own.untyped_storage() or local.storage_offset() != own.storage_offset()
+    )
 
 
 def _is_own_memory(dtensor: Any, value: Any) -> bool:
@@ -293,6 +313,22 @@ def read_only(x: DTensor, read: Any) -> Any:
     if hasattr(read, "setflags") and not all(placement.is_replicate() for placement in x.placements):
         read.setflags(write=False)
     return read
+
+
+def explain_lists(changes: Changes, _: Any) -> None:
+    """``torch.tensor([loss, other])`` asks for the length of what it does not know, and would read the memory."""
+    original = torch.Tensor.__len__
+
+    @functools.wraps(original)
+    def __len__(self: Any) -> int:
+        if not self.ndim:
+            raise ArgumentTypeError(
+                "len() of a 0-d tensor, a DTensor: of a list of them PyTorch makes no tensor. Expected their values, "
+                "torch.tensor([x.item() for x in list]), or torch.stack(list)"
+            )
+        return original(self)
+
+    changes.attribute(DTensor, "__len__", __len__)
 
 
 def read_whole_values(changes: Changes, _: Any) -> None:

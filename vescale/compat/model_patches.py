@@ -29,7 +29,7 @@ from torch.utils.hooks import BackwardHook
 from vescale.compat.autograd import DATA_VIEWS, await_broken_off_backward, without_transforms
 from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
-from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
+from vescale.compat.dtensor import DTensorSpec, TensorMeta, keeps_memory, make_dtensor, make_spec, spec_of
 from vescale.compat.model_hooks import ASKED_GRADIENTS, CHECKPOINTED_APART, REFUSES_REENTRANT, ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
@@ -126,6 +126,12 @@ def refuse_swaps(changes: Changes, hooks: ModelHooks) -> None:
                 f"a parameter of shape {tuple(t1.shape)} placed as {tuple(t1.placements)} would be replaced in place, "
                 "but the gradient hooks of parallelize hold it. Add and remove parametrizations (orthogonal, "
                 "spectral_norm), and move or convert the model, before parallelize"
+            )
+        if isinstance(t1, DTensor) and isinstance(t2, DTensor) and keeps_memory(t1) and keeps_memory(t2):
+            raise ForeignToolError(
+                f"two parameters of shapes {tuple(t1.shape)} and {tuple(t2.shape)} would be swapped, which are parts of "
+                "buffers of units or of fully_shard, and stay there. Exchange their values: "
+                "a.data, b.data = b.data.clone(), a.data.clone()"
             )
         hooks.listener.swaps()
         original(t1, t2)
@@ -420,6 +426,28 @@ def _global(grad: Any, spec: DTensorSpec | None) -> Any:
         return grad
     whole = (Replicate(),) * spec.mesh.ndim
     return make_dtensor(grad, make_spec(spec.mesh, whole, grad.shape, grad.stride(), grad.dtype))
+
+
+def tell_of_edges(changes: Changes, hooks: ModelHooks) -> None:
+    """A program asks for the node at which the gradient of a tensor arrives (``get_gradient_edge``,
+    ``register_multi_grad_hook``)."""
+    original: Any = torch.autograd.graph._get_grad_fn_or_grad_acc
+
+    @changes.method(torch.autograd.graph, "_get_grad_fn_or_grad_acc")
+    def _get_grad_fn_or_grad_acc(tensor: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            hooks.listener.names_edge(tensor)
+        return original(tensor)
+
+
+def clear_sharded(changes: Changes, hooks: ModelHooks) -> None:
+    """``zero_grad()`` in a forward, or in a hook before it, finds the gathered parameters, which have no gradients yet."""
+    original = torch.nn.Module.zero_grad
+
+    @changes.method(torch.nn.Module, "zero_grad")
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        hooks.listener.clears(self, set_to_none)
 
 
 def note_data_views(changes: Changes, _: ModelHooks) -> None:

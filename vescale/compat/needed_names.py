@@ -66,6 +66,7 @@ torch._ops: OpOverload._overloadname; OpOverload._schema; OpOverload.decompose; 
 torch._subclasses.fake_tensor: DataDependentOutputException; DynamicOutputShapeException; FakeTensor
 torch.amp.grad_scaler: GradScaler._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 torch.autograd: Variable._execution_engine.queue_callback; _engine_run_backward
+torch.autograd.graph: _get_grad_fn_or_grad_acc
 torch.autograd.function: BackwardCFunction.apply uses _forward_cls
 torch.autograd.forward_ad: _current_level
 torch.autograd.profiler: _is_profiler_enabled

@@ -81,6 +81,9 @@ inline bool accumulates_plainly(
     if (variable.grad().defined() || torch::autograd::AnomalyMode::is_enabled()) {
         return false;
     }
+    if (!variable.requires_grad()) {  // frozen since the forward: autograd drops the gradient
+        return false;
+    }
     if (!is_only_holder(edge)) {  // others may send a part of the gradient, and the order of additions counts
         return false;
     }

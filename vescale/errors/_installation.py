@@ -20,7 +20,7 @@ class PrivateAttributeError(Coded, AttributeError, NotImplementedError):
 
 
 class SetDataError(Coded, ValueError):
-    """`parameter.data` of a DTensor was set to data of another shape."""
+    """`parameter.data` of a DTensor was set to data of another shape, or to the memory of another parameter."""
 
     code = "VS1604"
 

@@ -342,7 +342,7 @@ class ParameterGroup:
     def _reduce(self) -> None:
         """Reshard, and reduce what this and earlier backwards have left; every rank does, whatever it has used."""
         if self._goes_after_backward:
-            if self.reduce_gradients:
+            if self.reduce_gradients and any(bucket.requires_grad for bucket in self.at_rest.buckets):
                 self.memory.reshard_for_reduction()
             else:
                 self.reshard()

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import unserializable_hook
 
 from vescale.compat import local_of, make_dtensor, make_spec, native_static, no_torch_function
 from vescale.errors import UnsupportedParameterError
-from vescale.fsdp import ManagedParameter, registered_of
+from vescale.fsdp import ManagedParameter, managed_by, registered_of
 from vescale.gradients import GradientReducer, GradientRule, OneBackward
 from vescale.ir import Annotate, Instruction, Program, Redistribute
 from vescale.ops import convert, wrap_global
@@ -195,11 +194,37 @@ def _accumulating(hooks: weakref.ref[GradientHooks]) -> contextlib.AbstractConte
     return contextlib.nullcontext() if found is None else found._accumulating()
 
 
+def clear_sharded(module: nn.Module, set_to_none: bool) -> None:
+    """Clear the gradients of the parameters that are gathered now, as ``module.zero_grad()`` has cleared all others."""
+    for parameter in module.parameters():
+        sharded = registered_of(parameter)
+        if sharded is parameter or sharded.grad is None:
+            continue
+        if set_to_none:
+            sharded.grad = None
+        else:
+            sharded.grad.detach().zero_()
+
+
+def refuse_edge(parameter: DTensor) -> None:
+    """Raises UnsupportedParameterError for a parameter in whose place graphs have its gathered form."""
+    managed = managed_by(parameter)
+    if managed is not None:
+        raise UnsupportedParameterError(
+            f"torch.autograd.graph.register_multi_grad_hook or get_gradient_edge of parameter {managed.name!r} of shape "
+            f"{managed.global_shape}, which fully_shard or a unit of a plan gathers: no graph has it. Expected a hook "
+            "of each parameter, parameter.register_hook or parameter.register_post_accumulate_grad_hook, or "
+            "torch.autograd.grad(loss, parameter)"
+        )
+
+
 def refuse_derivatives(losses: Sequence[Any]) -> None:
     """After a backward with ``create_graph=True``: the reduction over ranks is not part of the graph, so that what
-    differentiates a parameter's ``.grad`` raises."""
+    differentiates a parameter's ``.grad``, by whatever, raises. It may be written to, as what an op has made."""
     waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
     seen: set[Any] = {None}
+    gradients: dict[int, torch.Tensor] = {}
+    leaves: dict[int, torch.Tensor] = {}
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -209,14 +234,30 @@ def refuse_derivatives(losses: Sequence[Any]) -> None:
         leaf = getattr(node, "variable", None)
         parameter = None if leaf is None else registered_of(leaf)
         if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.grad.requires_grad:
-            parameter.grad.requires_grad_().register_hook(functools.partial(_refuse, tuple(parameter.shape)))
+            gradients[id(parameter)] = parameter.grad
+            # Those that programs know, and those that graphs hold in their places.
+            leaves |= {id(parameter): parameter, id(leaf): leaf}
+    if gradients:
+        with torch.enable_grad(), no_torch_function():
+            _Reduced.apply(len(gradients), *gradients.values(), *leaves.values())
 
 
-@unserializable_hook
-def _refuse(shape: tuple[int, ...], _: torch.Tensor) -> NoReturn:
-    raise UnsupportedParameterError(
-        f"the .grad of a parameter of shape {shape} is differentiated after backward(create_graph=True) has reduced "
-        "it over ranks: the reduction is not part of the graph. Expected gradients from torch.autograd.grad(loss, "
-        "parameters, create_graph=True), for parameters that the plan replicates (no entry with phase=INIT, no "
-        "fully_shard)"
-    )
+class _Reduced(torch.autograd.Function):
+    """Makes ``.grad``, as they are, functions of all parameters, which cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, num_gradients: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradients = tensors[:num_gradients]
+        ctx.mark_dirty(*gradients)
+        ctx.set_materialize_grads(False)
+        ctx.shape = tuple(gradients[0].shape)
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise UnsupportedParameterError(
+            f"the .grad of a parameter (the first one is of shape {ctx.shape}) is differentiated after "
+            "backward(create_graph=True) has reduced it over ranks: the reduction is not part of the graph. Expected "
+            "gradients from torch.autograd.grad(loss, parameters, create_graph=True), for parameters that the plan "
+            "replicates (no entry with phase=INIT, no fully_shard)"
+        )

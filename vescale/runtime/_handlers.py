@@ -60,7 +60,7 @@ from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch, StrayWatch
 from vescale.runtime._foreign_tools import refuse_export
-from vescale.runtime._gradient_hooks import refuse_derivatives
+from vescale.runtime._gradient_hooks import clear_sharded, refuse_derivatives, refuse_edge
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._module_calls import checkpointed, in_backward_of
 from vescale.runtime._shared_memory import hand_out
@@ -383,6 +383,12 @@ class _Listener(DispatchListener):
     def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         if follows_graphs() and running_module() is None:
             describe_graphs(losses, gradients, creates_graph=creates_graph)
+
+    def clears(self, module: torch.nn.Module, set_to_none: bool) -> None:
+        clear_sharded(module, set_to_none)
+
+    def names_edge(self, tensor: DTensor) -> None:
+        refuse_edge(tensor)
 
     def recorded_backward(self, losses: Sequence[Any]) -> None:
         refuse_derivatives(losses)
