@@ -183,7 +183,7 @@ def expanded_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 def keep_memory(dtensor: torch.Tensor) -> None:
     """Let ``dtensor.data = values`` write to the local tensor, a part of a buffer, instead of taking another one. No other
-    DTensor that keeps its memory is given memory of that buffer, either."""
+    DTensor that keeps its memory is given memory of that buffer, either. Called again with each new local tensor."""
     dtensor.__dict__["_keeps_memory"] = True
     storage = storage_of(dtensor)
     if storage is not None:

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, DBuffer
-from vescale.compat import local_of, own_part, plain_parts, set_local
+from vescale.compat import keep_memory, local_of, own_part, plain_parts, set_local
 from vescale.errors import FullyShardError
 from vescale.fsdp._extensions import copied, is_extended
 from vescale.fsdp._layout import CallerLayout, Layout
@@ -56,6 +56,7 @@ class BufferShards:
             local.copy_(source)
         if tuple(found.placements) == tuple(spec.placements):
             set_local(found, local)
+            keep_memory(found)
         else:
             parameter.make_sharded(local, cut)
 
@@ -122,6 +123,7 @@ class SubclassShards:
             parameter.make_sharded(local, cut)
         elif local is not local_of(found):
             set_local(found, local)
+            keep_memory(found)
 
     def holds(self, index: int) -> bool:
         """Whether the registered parameter is a shard of the right kind, on the right device."""

@@ -231,8 +231,10 @@ def refuse_derivatives(losses: Sequence[Any]) -> None:
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        parameter = None if leaf is None else registered_of(leaf)
+        leaf: torch.Tensor | None = getattr(node, "variable", None)
+        if leaf is None:
+            continue
+        parameter = registered_of(leaf)
         if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.grad.requires_grad:
             gradients[id(parameter)] = parameter.grad
             # Those that programs know, and those that graphs hold in their places.
