@@ -387,7 +387,7 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
 
 
 def _has_got_kernel(op: Any) -> bool:
-    """Whether the C++ dispatcher takes the op from now on: one that PyTorch generates for compilers, when first called."""
+    """Whether the C++ dispatcher takes the op from now on: one that PyTorch generates for compilers, when it is first called."""
     module = csrc.dispatcher() if torch.Tag.generated in op.tags else None
     return module is not None and module.add_generated(op._schema.name, op._schema.overload_name)
 
