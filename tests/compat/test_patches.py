@@ -149,7 +149,7 @@ def test_all_patches_of_a_part_or_none(found: None, monkeypatch: pytest.MonkeyPa
 
 # Changes to PyTorch by part, with the C++ helpers, on the torch that has most. They go down: lower a number with a change
 # that removes some; a higher one needs a reason in its commit.
-NUM_CHANGES = {"entry": 1, "placements": 27, "ops": 1774, "models": 682, "random": 168, "stages": 3, "observation": 20}
+NUM_CHANGES = {"entry": 1, "placements": 27, "ops": 2250, "models": 682, "random": 168, "stages": 3, "observation": 20}
 
 
 def test_the_table() -> None:

@@ -22,7 +22,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import utils
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vescale import csrc
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import OutputSharding, decompose, is_view, iterate_specs, with_aliasing
@@ -365,8 +364,6 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
 
     @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-        if _has_got_kernel(op_call):
-            return op_call(*args, **kwargs)
         found = decompose(op_call, args, kwargs)  # in inference mode alone, DTensors meet ops that are made of others
         if found is NotImplemented:
             found = _by_handler(op_call, args, kwargs, op_info.schema)
@@ -384,12 +381,6 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
 
     propagate.without_handlers = without_handlers  # type: ignore[attr-defined]
     changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate, DISPATCHER)
-
-
-def _has_got_kernel(op: Any) -> bool:
-    """Whether the C++ dispatcher takes the op from now on: one that PyTorch generates for compilers, when it is first called."""
-    module = csrc.dispatcher() if torch.Tag.generated in op.tags else None
-    return module is not None and module.add_generated(op._schema.name, op._schema.overload_name)
 
 
 def _decided(original: Any, op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:

@@ -84,25 +84,6 @@ std::vector<std::size_t> written_arguments(const c10::FunctionSchema& schema) {
     return found;
 }
 
-void add_kernel(const c10::OperatorHandle& op) {
-    const auto& schema = op.schema();
-    const auto& returns = schema.returns();
-    const bool views = !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
-    auto kernel = std::make_unique<Kernel>(c10::toString(op.operator_name()), written_arguments(schema), views);
-    registered().add(op.operator_name(), DispatchKey::Python, std::move(kernel));
-}
-
-// Whether the op has got a kernel now. Those that PyTorch generates for compilers (most with `out`) have none until a program
-// calls one.
-bool add_generated(const std::string& name, const std::string& overload) {
-    const auto op = c10::Dispatcher::singleton().findOp({name, overload});
-    if (registered().handles.empty() || !op.has_value() || !op->hasTag(at::Tag::generated) || !is_for_dtensors(*op)) {
-        return false;
-    }
-    add_kernel(*op);
-    return true;
-}
-
 template <class Function>
 void add_composite(const char* op, Function* function) {
     composites().push_back(c10::Dispatcher::singleton().registerImpl(
@@ -125,8 +106,11 @@ void install(
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const auto& name : dispatcher.getAllOpNames()) {
         const auto op = dispatcher.findOp(name);
-        if (op.has_value() && !op->hasTag(at::Tag::generated) && is_for_dtensors(*op)) {
-            add_kernel(*op);
+        if (op.has_value() && is_for_dtensors(*op)) {
+            const auto& returns = op->schema().returns();
+            const bool views = !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
+            auto kernel = std::make_unique<Kernel>(c10::toString(name), written_arguments(op->schema()), views);
+            registered().add(name, DispatchKey::Python, std::move(kernel));
         }
     }
     for (auto* parts : {&linear_forward, &linear_backward, &matmul_forward, &matmul_backward, &layer_norm_forward,
@@ -223,7 +207,6 @@ std::size_t num_entries() {
 PYBIND11_MODULE(_dispatch, module) {
     module.def("install", &vescale::install);
     module.def("uninstall", &vescale::uninstall);
-    module.def("add_generated", &vescale::add_generated);
     module.def("remove_composites", &vescale::remove_composites);
     module.def("is_installed", &vescale::is_installed);
     module.def("set_active", &vescale::set_active);
