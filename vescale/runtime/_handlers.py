@@ -388,7 +388,8 @@ class _Listener(DispatchListener):
         clear_sharded(module, set_to_none)
 
     def names_edge(self, tensor: DTensor) -> None:
-        refuse_edge(tensor)
+        if running_module() is None:  # a recorded forward asks for those of all tensors
+            refuse_edge(tensor)
 
     def recorded_backward(self, losses: Sequence[Any]) -> None:
         refuse_derivatives(losses)
