@@ -23,7 +23,7 @@ from vescale.fsdp import fully_shard
 from vescale.plans import Plan
 
 S0, S1 = Shard(0), Shard(1)
-KINDS = ("dp", "static", "tp", "units", "modules")
+KINDS = ("dp", pytest.param("static", marks=pytest.mark.helper("dispatch")), "tp", "units", "modules")
 
 
 class Block(nn.Module):
