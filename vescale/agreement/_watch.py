@@ -121,7 +121,7 @@ class Watch:
                 assert world is not None  # ranks agree
                 _OPEN[self] = weakref.ref(world)
                 _tell_of_ends()
-            _look_for_waiting_threads()
+            _look_for_waiting_threads().see_device()  # the first model may have been on the CPU
 
     def begin(self, kind: int, num_bytes: int, unit: Any) -> None:
         """Before each collective or event, with its entry. After an error that ends the process soon, it raises the same
@@ -315,7 +315,7 @@ _LOOKING: list[threading.Thread] = []
 
 
 @functools.cache
-def _look_for_waiting_threads() -> None:
+def _look_for_waiting_threads() -> DeviceWait:
     """In the place of threads that wait for messages, and of this one while it waits for its device, which cannot look, nor
     raise: the process ends."""
     device = DeviceWait()
@@ -336,6 +336,7 @@ def _look_for_waiting_threads() -> None:
 
     _LOOKING.append(threading.Thread(target=run, daemon=True, name="vescale watch"))
     _LOOKING[-1].start()
+    return device
 
 
 @functools.cache

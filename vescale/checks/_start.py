@@ -64,9 +64,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 rows = [(f"{STEPPED}{key} of {name}", text) for key, text in _numbers(group)]
                 if number >= _MAX_GROUPS:
                     rows = [(f"{STEPPED}{name}", hash_of(repr(rows)))]
-                grads = f"{sum(p.grad is not None for p in params)} of {len(params)}" if fully else ""
+                gradients: list[Row] = []
+                if fully:
+                    count_text = f"{sum(p.grad is not None for p in params)} of {len(params)}"
+                    gradients.append((f"{STEPPED}number of gradients of {name}", count_text))
                 for listener in STEP_LISTENERS:
-                    listener(mesh, rows, [(f"{STEPPED}number of gradients of {name}", grads)] if fully else [])
+                    listener(mesh, rows, gradients)
 
 
 def _dtensors(optimizer: Optimizer) -> Iterator[DTensor]:

@@ -104,19 +104,23 @@ class HostCopy:
 
 
 class DeviceWait:
-    """Whether the thread that makes it, which has chosen a device of the accelerator, waits for that device: another thread
-    asks, from time to time.
+    """Whether the thread that makes it waits for its device of the accelerator: another thread asks, from time to time.
 
     The device is asked only while the thread stays in one call: a graph that the thread captures must not be disturbed.
     """
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self._module = running_accelerator()
-        self._index = torch.accelerator.current_device_index() if self._module is not None else 0
+        self.thread, self._index = threading.get_ident(), 0
+        self._module: Any = None
         self._at: tuple[int, int] | None = None
         self._since = 0.0
         self._events: list[Any] = []
+
+    def see_device(self) -> None:
+        """The device that the thread has begun to use by now, if it is the one that has made this."""
+        if self._module is None and threading.get_ident() == self.thread:
+            self._module = running_accelerator()
+            self._index = torch.accelerator.current_device_index() if self._module is not None else 0
 
     def is_long(self) -> bool:
         """Whether it has been in one call for long, while the device has not ended what it was given before."""
@@ -126,12 +130,11 @@ class DeviceWait:
             self._at, self._since, self._events = at, now, []
         if self._module is None or at is None or now - self._since < LONG_WAIT_SECONDS:
             return False
-        if not self._events:
+        with contextlib.suppress(RuntimeError):  # the device has failed: the thread's own call says so
+            if self._events:
+                return not all(event.query() for event in self._events)
             streams = [self._module.current_stream(self._index), *_SIDE.values()]
             self._events = [stream.record_event() for stream in streams]
-            return False
-        with contextlib.suppress(RuntimeError):  # the device has failed: the thread's own call says so
-            return not all(event.query() for event in self._events)
         return False
 
 
