@@ -5,7 +5,9 @@ The agent, its signal handling and the environment of the ranks are torchrun's. 
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -35,6 +37,7 @@ def launch(what: str, terminal: str, output: Connection | None, env: dict[str, s
     for fd, place in zip(fds, range(3)):
         os.dup2(fd, place)
     sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), _writer(1), _writer(2)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, 2)  # the ranks inherit it
     os.environ.update(env)
     config = LaunchConfig(
         min_nodes=1,

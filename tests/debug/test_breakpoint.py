@@ -94,9 +94,20 @@ class Job:
                 begin, self._seen = self._seen, found.end()
                 return self.output[begin : self._seen]
             if not self._read(deadline):
-                raise AssertionError(
-                    f"no {pattern!r} in\n{self.output[self._seen :]}\n--- before:\n{self.output[: self._seen]}"
-                )
+                came = f"{self.output[self._seen :]}\n--- before:\n{self.output[: self._seen]}"
+                raise AssertionError(f"no {pattern!r} in\n{came}\n--- {self._state()}")
+
+    def _state(self) -> str:
+        """The exit code, or where each process of a job that goes on is: ``launch`` registers the signal."""
+        if self.code() is not None or isinstance(self.process, Popen):
+            return f"exit code {self.code()}"
+        begin = len(self.output)
+        for pid in (self.launcher, *self.workers()):
+            self.output += f"\nprocess {pid}:\n"
+            os.kill(pid, signal.SIGUSR2)
+            while self._read(time.monotonic() + 1):
+                pass
+        return self.output[begin:]
 
     def _read(self, deadline: float) -> bool:
         while time.monotonic() < deadline:
