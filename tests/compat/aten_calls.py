@@ -152,6 +152,7 @@ def by_hand() -> Iterator[Callable[[], Any]]:
         state: Any = [x.clone()], [y], [z.clone()], [positive.clone()], [], [step.clone()]
         numbers = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
         yield functools.partial(fused, *state, lr=0.1, **numbers)
+    yield lambda: torch.rand_like(x)
     image = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     for op in (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa):
         yield functools.partial(op, image, [5, 8], False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale.placements import FlattenedShard, InterleavedShard
@@ -105,7 +106,10 @@ def put_together(
         for index, part in enumerate(parts):
             assert _equal(part, parts[0]), f"replicated, and rank {index} of an axis has another value than rank 0"
         return parts[0]
-    return _reduced(torch.stack(parts), placement.reduce_op)
+    together = torch.stack(parts)
+    if isinstance(placement, _NormPartial):
+        return (together**placement.norm_type).sum(0) ** (1 / placement.norm_type)
+    return _reduced(together, placement.reduce_op).to(together.dtype)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -114,7 +118,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _reduced(parts: torch.Tensor, reduce_op: str) -> torch.Tensor:
     reduced: dict[str, Any] = {
-        "sum": lambda: parts.any(0) if parts.dtype == torch.bool else parts.sum(0).to(parts.dtype),
+        "sum": lambda: parts.any(0) if parts.dtype == torch.bool else parts.sum(0),
         "avg": lambda: parts.mean(0) if parts.is_floating_point() or parts.is_complex() else parts.sum(0) // len(parts),
         "max": lambda: parts.amax(0),
         "min": lambda: parts.amin(0),

@@ -372,7 +372,9 @@ def derivative_of_sum(schema: Any, stock: OutputSharding) -> OutputSharding | No
     others = [spec for spec in schema.args_schema[1:] if isinstance(spec, DTensorSpec)]
     for axis, own in enumerate(grad.placements):
         linear = is_pending(own, "sum", "avg")
-        if any(spec.placements[axis] != (Replicate() if linear else own) for spec in others):
+        if (own.is_partial() and not linear) or any(
+            spec.placements[axis] != (Replicate() if linear else own) for spec in others
+        ):
             return None
     result: Any = stock.output_spec
     return OutputSharding(DTensorSpec(grad.mesh, grad.placements, tensor_meta=result.tensor_meta))
@@ -393,6 +395,23 @@ def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
     local = op(*(part_of(x, mesh, wanted[id(x)], str(op), "operand") if id(x) in wanted else x for x in args), **kwargs)
     return make_dtensor(local, make_spec(mesh, target, grad.shape, stride_like(local, grad.shape), local.dtype))
+
+
+def _raises_what_is_below(op: Any, schema: Any) -> bool:
+    """Whether what is below a threshold gets a value above it, in a pending extremum."""
+    x, threshold, value = schema.args_schema[:3]
+    return bool(value > threshold) and any(is_pending(p, "max", "min") for p in x.placements)
+
+
+@handles(_aten.threshold.default, _aten.threshold_.default, applies=_raises_what_is_below)
+def _threshold(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the value. PyTorch's rule, which takes every threshold for non-decreasing, keeps a pending extremum."""
+    x, *numbers = args
+    found = _aten.threshold.default(bring(x, without_partials(x.placements), str(op), "self"), *numbers)
+    if op is _aten.threshold.default:
+        return found
+    write_back(x, local_of(found), spec_of(found))
+    return x
 
 
 @handles(_aten.where.self, applies=_has_partial)
