@@ -43,11 +43,14 @@ def _cut_once(whole: torch.Tensor, placement: Any, num_ranks: int) -> list[torch
 def pieces(size: int, placement: Any, num_ranks: int) -> list[list[int]]:
     """The indices of a dim that each rank holds."""
     if isinstance(placement, FlattenedShard):
-        step = placement.size * placement.inner
-        blocks = [range(start, start + step, placement.inner) for start in range(0, size, step)]
+        inner = placement.inner
+        if size % (placement.size * inner):  # an axis before it has cut the dims behind
+            inner = size // placement.size
+        step = placement.size * inner
+        blocks = [range(start, start + step, inner) for start in range(0, size, step)]
         parts = [_chunks(block, num_ranks) for block in blocks]
         return [
-            [row + i for split in parts for row in split[rank] for i in range(placement.inner)]
+            [row + i for split in parts for row in split[rank] for i in range(inner)]
             for rank in range(num_ranks)
         ]
     number: int = getattr(placement, "split_factor", None) or getattr(placement, "num_chunks", None) or 1
@@ -67,6 +70,8 @@ def _summands(whole: torch.Tensor, reduce_op: str, num_ranks: int) -> list[torch
     if num_ranks == 1:
         return [whole]
     owner = torch.arange(whole.numel()).view(whole.shape) % num_ranks
+    if whole.dtype == torch.bool and reduce_op == "avg":
+        return [whole] * num_ranks
     if whole.dtype == torch.bool:  # of which a sum is true where a term is
         return [whole & (owner == rank) for rank in range(num_ranks)]
     if reduce_op == "sum" and not (whole.abs() < 1e6).all():  # of which differences are not finite

@@ -45,8 +45,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "upstream.md"
 
 # Rules of PyTorch that give other numbers than one device, and that vescale leaves alone: by op, the section of the page.
-WRONG_RULES: dict[str, str] = {}
-_OUT = "Sizes stay global where `out` is given"
+_AVERAGES = "Averages of pending integers are those of their terms"
+WRONG_RULES: dict[str, str] = {
+    "aten.avg_pool2d.default": _AVERAGES,
+    "aten.avg_pool2d.out": _AVERAGES,
+    "aten.linalg_pinv.atol_rtol_tensor": "Operands that are keywords are not moved",
+    "aten.view_copy.default": "Copies of views are cut where views are not",
+}
+_OUT, _PENDING_OUT = "Sizes stay global where `out` is given", "A pending `out` is written to as if it were whole"
 
 # Ops with a rule and a kernel for CPUs that no call was found of: most stand in graphs alone, take 8-bit numbers, or have no
 # operand that is placed.
@@ -183,6 +189,8 @@ def compare(world: Any, cases: list[Case]) -> Counter[str]:
             counts[f"numbers: {kind}"] += 1
             if str(case.call.op) in WRONG_RULES or (isinstance(error, Refused) and forgets_out(case.call.op)):
                 continue
+            if case.call.op._overloadname.endswith("out") and any(p.is_partial() for p in case.placements[-1]):
+                continue  # as the page says of them
             wrong[str(case.call.op)].append(f"{case}\n    {error}")
     listed = "\n".join(f"{op}: {len(found)}, such as\n  {found[0]}" for op, found in wrong.items())
     assert not differ, f"{len(differ)} decisions are not PyTorch's:\n" + "\n".join(differ[:20])
@@ -198,7 +206,7 @@ def forgets_out(op: Any) -> bool:
 
 def test_known_faults_of_rules_stand_on_the_page() -> None:
     titles = re.findall(r"^## (.*)", PAGE.read_text(), re.MULTILINE)
-    assert {*WRONG_RULES.values(), _OUT} <= {*titles}
+    assert {*WRONG_RULES.values(), _OUT, _PENDING_OUT} <= {*titles}
 
 
 def followed(case: Case, meshes: dict[Any, DeviceMesh]) -> str:

@@ -371,6 +371,21 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [x for one in result for x in tensors_of(one)]
 
 
+def _once(change: Callable[[Any], Any], value: Callable[[Any, torch.Tensor], Any]) -> Inside:
+    """A change in the first late step, before it takes a way that was not recorded; a value that depends on it."""
+
+    def run(n: Any, h: torch.Tensor, x: torch.Tensor) -> Any:
+        if now() == 3:
+            change(n)
+        return value(n, h.softmax(late(2, 1)))
+
+    return run
+
+
+def _increase(item: Any, name: str) -> None:
+    setattr(item, name, getattr(item, name) + 1)
+
+
 # fmt: off
 INSIDE: dict[str, Inside] = {
     # What Python reads
@@ -561,6 +576,23 @@ INSIDE: dict[str, Inside] = {
     "constant is written": lambda n, h, x: (CONSTANT.data.add_(1), h.softmax(late(2, 1)) * CONSTANT.sum())[1],
     "written through numpy":
         lambda n, h, x: (np.add(CONSTANT.numpy(), 1, out=CONSTANT.numpy()), h.softmax(late(2, 1)) * CONSTANT.sum())[1],
+    # What is changed before the first step that leaves
+    "attribute once": _once(lambda n: _increase(n, "number"), lambda n, h: h * n.number),
+    "attribute of a part once": _once(lambda n: _increase(n.bn, "eps"), lambda n, h: h * n.bn.eps),
+    "attribute of an object once": _once(lambda n: n.counter.next(), lambda n, h: h * (1 + n.counter.steps)),
+    "configuration once": _once(lambda n: _increase(n.config, "dim"), lambda n, h: h * n.config.dim),
+    "attribute of a class once": _once(lambda n: _increase(Described, "steps"), lambda n, h: h * (1 + Described.steps)),
+    "list once": _once(lambda n: n.held.append(1), lambda n, h: h * (1 + len(n.held))),
+    "table once":
+        _once(lambda n: TABLE.update(k=1 + TABLE.get("k", 0)), lambda n, h: h * (1 + TABLE.get("k", 0))),
+    "array once": _once(lambda n: n.array.__iadd__(1), lambda n, h: h * (1 + n.array[0])),
+    "buffer once": _once(lambda n: _increase(n, "count"), lambda n, h: h * n.count.sum()),
+    "hook once": _once(lambda n: n.other.register_forward_hook(lambda m, a, out: out * 2), lambda n, h: n.other(h)),
+    "hook before once":
+        _once(lambda n: n.other.register_forward_pre_hook(lambda m, a: a[0] * 2), lambda n, h: n.other(h)),
+    "backward hook once":
+        _once(lambda n: n.other.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 2,)),
+            lambda n, h: n.other(h)),
     # Outputs
     "output object": lambda n, h, x: Whole((Output(n.down(h), h, h.tanh()),)),
     "output with slots": lambda n, h, x: Whole((Slotted(n.down(h), h, h.tanh()),)),

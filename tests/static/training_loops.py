@@ -168,6 +168,22 @@ def _other_shapes(model: Any, x: torch.Tensor, step: int) -> Any:
     return _step(model, x[: 2 + 2 * (step % 2), :, :].contiguous())
 
 
+def _interrupted(model: Any, x: torch.Tensor, step: int) -> Any:
+    """A part of a step, as after Ctrl-C, and the next one."""
+    if step == 3:
+        hook = model.down.register_forward_pre_hook(lambda *_: unless(True, KeyboardInterrupt(), None))
+        with contextlib.suppress(KeyboardInterrupt):
+            model(x)
+        hook.remove()
+    return [_step(model, x), torch.zeros(2)]
+
+
+def _frozen_by_turns(model: Any, x: torch.Tensor, step: int) -> Any:
+    """As those of two adversaries."""
+    model.up.requires_grad_(step % 2 == 0)
+    return _step(model, x)
+
+
 def _swap(model: Any) -> None:
     model.up, model.other = model.other, model.up
     model.up, model.other = model.other, model.up
@@ -205,6 +221,7 @@ AROUND: dict[str, Around] = {
     "in another thread": _in_other_thread,
     "backward in a thread": _backwardin_thread,
     "fails around": _fails_around,
+    "interrupted": _interrupted,
     "loss of parameters": _own_loss,
     "clipped": _clipped,
     "anomalies": _anomalies,
@@ -222,6 +239,7 @@ AROUND: dict[str, Around] = {
     "backward hook": _once(lambda m: m.down.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 2,))),
     "hook before": _once(lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 2,))),
     "frozen": _once(_shared_list),
+    "frozen by turns": _frozen_by_turns,
     "evaluation": _once(lambda m: m.eval()),
     "a part in evaluation": _once(lambda m: m.drop.eval()),
     "parameter is replaced": _once(_swap),

@@ -3,7 +3,15 @@
 from vescale.ir._expert_sharding import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError, Repeats, merge_repeats, name_list, repeats_of
 from vescale.ir._followed_forward import FlowMode
-from vescale.ir._forward_state import ForwardState, KnownState, WatchedForward, state_unchanged
+from vescale.ir._forward_state import (
+    ATTRIBUTES,
+    ForwardState,
+    Kind,
+    KnownState,
+    WatchedForward,
+    is_same,
+    state_unchanged,
+)
 from vescale.ir._lower import check, lower
 from vescale.ir._model_copy import copy_model, dtype_of_input, example_inputs, hf_inputs, random_inputs, skeleton_of
 from vescale.ir._new_plan import Coverage, NewPlan, coverage, new_plan

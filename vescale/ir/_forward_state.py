@@ -156,11 +156,15 @@ def _put_variable(item: contextvars.ContextVar[Any], content: list[Any]) -> None
 
 
 def _cell(item: types.CellType) -> list[Any]:
-    return [item.cell_contents]
+    try:
+        return [item.cell_contents]
+    except ValueError:  # an empty one
+        return []
 
 
 def _put_cell(item: types.CellType, content: list[Any]) -> None:
-    (item.cell_contents,) = content
+    for value in content:
+        item.cell_contents = value
 
 
 def _torch_state(item: torch.Generator) -> bytes:
@@ -560,13 +564,17 @@ class WatchedForward:
                 for key, value in _items(content):
                     yield f"{place.name}{key}", value, functools.partial(place.value, key)
 
-    def changed(self) -> list[tuple[Kind, Any]]:
-        """The objects whose contents are others by now, with how these are read and put."""
+    def objects(self) -> list[tuple[Kind, Any]]:
+        """Those with state, with how their contents are read and put; of long containers, those that are others by now."""
         return [
             (place.kind, place.item)
             for place, before in self._held
-            if id(place.item) not in self._buffers and not is_same(before, place.kind.read(place.item))
+            if not _is_long(before) or not is_same(before, place.kind.read(place.item))
         ]
+
+
+def _is_long(content: Any) -> bool:
+    return isinstance(content, dict | list | deque | set) and len(content) > _LONG
 
 
 def _num_hooks(parts: list[tuple[str, nn.Module]]) -> int:

@@ -78,7 +78,8 @@ class SharedMemory:
 
 def hand_out(tensor: DTensor, *, is_local: bool = False) -> None:
     """The program gets the memory of ``tensor``; ``is_local``: by ``to_local()``."""
-    storage = local_of(tensor).untyped_storage()
+    with no_torch_function():  # no call of the program's
+        storage = local_of(tensor).untyped_storage()
     if not is_local:
         setattr(storage, _IS_OUT, True)
     for reference, held, number, where in getattr(storage, _HOLDERS, ()):

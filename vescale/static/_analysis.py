@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,10 @@ OF_TENSOR_ITSELF = frozenset((
 
 
 def name_of(function: Any) -> str:
-    """The name of a torch function, of an attribute that of its getter's owner."""
+    """The name of a torch function, of an attribute that of its getter's owner; of what an entry of the plan places
+    otherwise, of which tapes have a weak reference."""
+    if isinstance(function, weakref.ref):
+        return f"the entry for {getattr(function(), 'requester', 'a module')}"
     owner = getattr(getattr(function, "__self__", None), "__name__", "")
     name = getattr(function, "__name__", str(function))
     return owner if name == "__get__" and owner else name

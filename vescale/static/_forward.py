@@ -22,6 +22,7 @@ from vescale.compat import (
     GLOBAL_HOOKS,
     bytes_of,
     compiled_call,
+    guard_call,
     has_dispatch_modes,
     has_saved_tensors_hooks,
     hides_tensors,
@@ -431,7 +432,7 @@ class StaticForward:
             switch_on(activation)
         state = random_state() if program.draws else None
         host_state = host_random_state() if self._draws_on_host else None
-        mark, python_state = program.units.mark(), program.changed.saved()
+        mark, restore_python = program.units.mark(), program.state.saved()
         given = (args, kwargs) if entered is None else (entered.args, entered.kwargs)
         has_units = bool(program.units.parameters)
         written = WrittenTensors(model, given, program.writes, has_units, keeps_all=not program.is_proven)
@@ -446,8 +447,8 @@ class StaticForward:
                 set_random_state(state)
             if host_state is not None:
                 set_host_random_state(host_state)
-            for restore in python_state:
-                restore()
+            restore_python()
+            program.guards.drop_added_hooks()
             written.undo(problem)
             program.units.return_to(mark)
             del activation.frames[1:]
@@ -606,7 +607,7 @@ class StaticForward:
                 if compiled is not None:
                     held[CALL_OVERRIDE] = compiled
             recorder.guards = Guards(model.named_modules(), units.parameters, frozenset(replaced))
-            recorder.changed, recorder.plain = watched.changed(), watched.plain(recorder.used_plain)
+            recorder.state, recorder.plain = watched.state(), watched.plain(recorder.used_plain)
             recorder.writes = written.written(recorder.written_memory)
 
     def _finish(self, model: nn.Module, key: str) -> None:
@@ -669,6 +670,7 @@ class StaticMode:
         runtime.runs_alike = False
         note("static._forward:instance", model)
         model.__dict__["forward"] = StaticForward(runtime, model, model.__dict__.get("forward"))
+        guard_call(model)
 
 
 def static_forward(model: nn.Module) -> StaticForward:

@@ -49,6 +49,7 @@ class Guards:
             self._add(parameter.__dict__, "sharded", parameter.sharded)
         self._tensors = [x for x in self._values if isinstance(x, torch.Tensor)]
         self._requires_grad = [x.requires_grad for x in self._tensors]
+        self._flags = dict(zip(map(id, self._tensors), self._requires_grad, strict=True))
         self._num_hooks = list(map(len, self._hooks))
         self._sizes = list(map(len, self._containers))
         self._native = native_static()
@@ -57,6 +58,16 @@ class Guards:
         self._dicts.append(held)
         self._names.append(name)
         self._values.append(value)
+
+    def requires_grad(self, x: torch.Tensor) -> bool:
+        """Whether a parameter or buffer did, unless it is one that each forward replaces."""
+        return self._flags.get(id(x), x.requires_grad)
+
+    def drop_added_hooks(self) -> None:
+        """Take away the hooks that a forward has added, which will be repeated."""
+        for hooks, number in zip(self._hooks, self._num_hooks, strict=True):
+            while len(hooks) > number:
+                hooks.popitem()
 
     def have_replaced(self) -> bool:
         """Whether parameters, buffers or parts of modules are others."""

@@ -226,7 +226,7 @@ class TapeProgram:
 
     Attributes:
         modules: of the model, by path.
-        guards: what the program depends on; ``changed``: what the forward changes in Python.
+        guards: what the program depends on; ``state``: what the forward may change in Python.
         units: of the model.
         eager_modules: why modules run in eager mode, by path.
         sites: what is done in place of calls, in order.
@@ -238,7 +238,7 @@ class TapeProgram:
     """
 
     def __init__(self, runtime: Runtime, model: nn.Module, taped: RecordedTape, recorder: Recorder) -> None:
-        self.runtime, self.guards, self.changed = runtime, recorder.guards, recorder.changed
+        self.runtime, self.guards, self.state = runtime, recorder.guards, recorder.state
         self._model, self._weak = weakref.ref(model), weakref.ref(self)
         self.units = ModelUnits(model)
         self.modules = dict(model.named_modules())
@@ -333,6 +333,8 @@ class TapeProgram:
             except ValueError as problem:
                 raise UnrecordedError(f"of an output, {problem}") from problem
             reason = run.end(returned, self._output_numbers)
+            # What modules show is in front of what the forward has set, and calls of modules run no hooks that it has added.
+            reason = reason or self.guards.broken()
             # The model may have caught that it had left.
             has_more = any(map(has_attributes, returned))
             if reason or run.has_left or has_more or any(x() is not None for x in self._observed):
@@ -568,17 +570,18 @@ class TapeProgram:
                 elif isinstance(x, DTensor):
                     parameters.setdefault(id(x), ([], x))[0].append((held, name))
         names = self.units.names_in(model)
+        # As recorded: since then, parameters may have been frozen, or those of other parts of the model.
+        requires_grad = self.guards.requires_grad
         for places, x in parameters.values():
-            self._shown.add_tensor(x, places, self.grads.get(names[id(x)]) if x.requires_grad else None)
+            self._shown.add_tensor(x, places, self.grads.get(names[id(x)]) if requires_grad(x) else None)
         for path, module in running:
             state, shown = state_of(module), []
             for parameter in [p for group in state.groups for p in group.parameters] if state is not None else ():
-                grad = self.grads.get(parameter.name) if parameter.sharded.requires_grad else None
+                trains = requires_grad(parameter.sharded)
+                grad = self.grads.get(parameter.name) if trains else None
                 gathered, places = functools.partial(_gathered, parameter), of_units.get(parameter, [])
                 if places:  # else no module of the model has it any more
-                    shown.append(
-                        LocalParameter(parameter.name, gathered, places, grad, parameter.sharded.requires_grad)
-                    )
+                    shown.append(LocalParameter(parameter.name, gathered, places, grad, trains))
             checkpoint, forward = checkpoint_of(module), own_forward(module, path)
             if checkpoint is not None:
                 forward = checkpoint.around(functools.partial(_seen, self._weak, forward))

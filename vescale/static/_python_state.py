@@ -13,24 +13,45 @@ import torch
 from torch import nn
 
 from vescale.compat import bytes_of, no_torch_function, own_part, versions
-from vescale.ir import WatchedForward
+from vescale.ir import ATTRIBUTES, Kind, WatchedForward, is_same
 
 _MAX_BYTES = 1 << 20  # of a tensor whose values are compared
 
 
 class PythonState:
-    """What the recorded forward has changed: contents of objects, and tensors that are neither inputs nor buffers."""
+    """Contents of the objects that a forward may change, and the tensors that the recorded one has written to, other than
+    inputs and buffers."""
 
-    def __init__(self, objects: list[tuple[Any, Any]], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, objects: list[tuple[Kind, Any]], tensors: list[torch.Tensor]) -> None:
         self._objects, self._tensors = objects, tensors
+        self._reads = [_reader(kind, item) for kind, item in objects]
 
-    def saved(self) -> list[Callable[[], None]]:
+    def saved(self) -> Callable[[], None]:
         """What brings back the state of now."""
-        made: list[Callable[[], None]] = []
-        made += [functools.partial(kind.put, item, kind.read(item)) for kind, item in self._objects]
+        contents = [read() for read in self._reads]
         with torch.no_grad(), no_torch_function():
-            made += [functools.partial(_copy, x, own_part(x).clone()) for x in self._tensors]
-        return made
+            copies = [own_part(x).clone() for x in self._tensors]
+        return functools.partial(self._restore, contents, copies)
+
+    def _restore(self, contents: list[Any], copies: list[torch.Tensor]) -> None:
+        for (kind, item), content in zip(self._objects, contents, strict=True):
+            if not is_same(content, kind.read(item)):
+                kind.put(item, content)
+        with torch.no_grad(), no_torch_function():
+            for x, kept in zip(self._tensors, copies, strict=True):
+                own_part(x).copy_(kept)
+
+
+def _reader(kind: Kind, item: Any) -> Callable[[], Any]:
+    """What reads the content of an object before each step: for most of them, no function in Python."""
+    held = vars(item) if isinstance(item, nn.Module) and kind is ATTRIBUTES else item
+    if (
+        kind.has_values
+        and type(held) in (dict, list)
+        and (held is not item or not isinstance(kind.read, functools.partial))
+    ):
+        return held.copy  # type: ignore[no-any-return]
+    return functools.partial(kind.read, item)
 
 
 class WatchedState:
@@ -53,10 +74,10 @@ class WatchedState:
             self._codes.add(frame.f_code)
             self._forward.enter(frame.f_code, frame.f_globals)
 
-    def changed(self) -> PythonState:
-        """What is not as it was."""
+    def state(self) -> PythonState:
+        """All of it that a step may have to bring back. Of tensors, those that are not as they were."""
         tensors = [x for x, before, _ in self._tensors if not x.is_meta and _content(x) != before]
-        return PythonState(self._forward.changed(), tensors)
+        return PythonState(self._forward.objects(), tensors)
 
     def plain(self, used: Collection[int]) -> list[Callable[[], Any]]:
         """What tells the tensors that are held where some were that the forward has used; ``used``: the ``id`` of these."""
@@ -81,8 +102,3 @@ def _position(iterator: Any) -> Any:
         return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
     shown, left = repr(iterator), operator.length_hint(iterator, -1)
     return None if left < 0 and " object at " in shown else (shown, left)
-
-
-def _copy(x: torch.Tensor, kept: torch.Tensor) -> None:
-    with torch.no_grad(), no_torch_function():
-        own_part(x).copy_(kept)

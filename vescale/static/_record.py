@@ -266,7 +266,7 @@ class Recorder(TorchFunctionMode):
         regions: paths of the modules that run on local tensors by the plan.
         recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
         written_memory: where calls have written to; ``used_plain``: the ``id`` of tensors that no call has made.
-        guards: what the step depended on; ``changed``: what it has changed in Python; ``writes``: which tensors;
+        guards: what the step depended on; ``state``: what it may change in Python; ``writes``: which tensors;
             ``plain``: where plain ones were before; ``written_names``: of buffers that modules have replaced. All are set by
             whoever records.
     """
@@ -292,7 +292,7 @@ class Recorder(TorchFunctionMode):
         self.problems: dict[str, str] = {}
         self.regions: frozenset[str] = frozenset()
         self.guards: Any = None
-        self.changed: Any = None
+        self.state: Any = None
         self.writes: frozenset[Any] = frozenset()
         self.written_memory: set[int] = set()
         self.used_plain: set[int] = set()
