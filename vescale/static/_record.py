@@ -245,6 +245,9 @@ def note_arrival(problems: dict[str, str], value: Value, number: int, grads: tup
         value.grads.add(tuple(grad.placements))
 
 
+_READ_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
 class Recorder(TorchFunctionMode):
     """Records the forward of a module that runs inside of it, and the backward that follows.
 
@@ -523,6 +526,8 @@ class Recorder(TorchFunctionMode):
             del frame
             call.reads_other_unit = any(map(self._is_of_other_unit, call.inputs))
         self.calls.append(call)
+        if func == _READ_DATA and any(self._is_elsewhere(self.name_of(x), ()) for x in tensors):
+            self.problems.setdefault(module, "what it writes to .data of a unit's parameter would not be seen")
         if has_dispatch_modes():
             self.problems.setdefault(module, "it calls torch functions under a TorchDispatchMode, which gets DTensors")
         if has_saved_tensors_hooks(of_checkpoints=False):
