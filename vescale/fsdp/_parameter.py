@@ -23,6 +23,7 @@ from vescale.compat import (
     make_dtensor,
     make_spec,
     own_part,
+    permit_gradients_of_any_dtype,
     spec_of,
 )
 from vescale.errors import FullyShardError, UnsupportedParameterError
@@ -31,6 +32,7 @@ from vescale.gradients import DataParallelAxes, LocalContribution
 from vescale.placements import (
     RaggedShard,
     StridedRaggedShard,
+    distribute_tensor,
     largest_shape,
     shard_dim,
 )
@@ -283,6 +285,33 @@ class ManagedParameter:
                 module._parameters[name] = parameter
             else:  # nn.RNN keeps a list of its weights
                 setattr(module, name, parameter)
+
+    def share_gradient(self) -> torch.Tensor | None:
+        """Inside of a forward, ``.grad`` of the unsharded form, which is registered, is that of the sharded one. Returns it."""
+        gradient, unsharded = self.sharded.grad, self.unsharded
+        if gradient is None or unsharded is None or gradient.device.type != unsharded.device.type:
+            return None
+        if gradient.dtype != unsharded.dtype:
+            permit_gradients_of_any_dtype(unsharded)
+        unsharded.grad = gradient
+        return gradient
+
+    def take_gradient(self, shared: torch.Tensor | None) -> None:
+        """What a program has made the gradient since :meth:`share_gradient`, which has returned ``shared``, is the sharded
+        form's: a DTensor, or the global tensor, the same on every rank."""
+        unsharded, sharded = self.unsharded, self.sharded
+        if unsharded is None:
+            return
+        found = unsharded.grad
+        if found is not None:
+            unsharded.grad = None
+            if found.dtype != unsharded.dtype:
+                permit_gradients_of_any_dtype(unsharded, unsharded.dtype)
+        if found is not shared:
+            assert isinstance(sharded, DTensor)
+            if found is not None and not isinstance(found, DTensor):
+                found = distribute_tensor(found, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            sharded.grad = found
 
     def to_rest(self) -> None:
         """Register the sharded form where the unsharded one is, and leave what a program has put into other places."""

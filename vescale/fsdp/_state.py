@@ -28,16 +28,14 @@ from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._iteration import Iteration
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._preflight import compare_groups
-from vescale.fsdp._registered import check_distinct, has_replaced, refuse_transforms, warn_of_strays
+from vescale.fsdp._registered import StrayParameters, check_distinct, has_replaced, refuse_transforms
 from vescale.fsdp._unfilled import check_filled
 
 # ``check_root``: what is checked once, when the first forward has told which module is the root.
 
 
-def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Sequence[Slot] | None) -> None:
+def check_root(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Give the parameters of ``groups``, which are all below ``root``, their names, and compare them with the other ranks.
-
-    ``ignored``: parameters that belong to no group on purpose; None: parameters outside of groups are not checked.
 
     Raises ValueError for parameters that were tied after ``fully_shard``, MissingValuesError for memory without values,
     ShardingMismatchError where ranks differ, and TransformError.
@@ -49,8 +47,6 @@ def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Seque
     for parameter in parameters:
         parameter.name = parameter.contribution.name = names.get(id(parameter.sharded), parameter.name)
     check_distinct(parameters)
-    if ignored is not None:
-        warn_of_strays(root, parameters, ignored)
     along: dict[Any, list[ParameterGroup]] = {}
     for group in groups:
         along.setdefault(group.axes.data_parallel.group, []).append(group)
@@ -127,6 +123,7 @@ class ModuleState(FSDP2State):
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.max_gradient_buffers = 1
+        self._strays: StrayParameters | None = None  # of a root
         self._still_to_run: set[nn.Module] = set()
         self._calls = Calls()
         self._call: Call | None = None  # that is running forward
@@ -320,6 +317,8 @@ class ModuleState(FSDP2State):
             return args, kwargs
         if not in_backward() and not self.continues:
             groups = [group for state in self.iteration.states for group in state.groups]
+            if self._strays is not None and torch.is_grad_enabled():
+                self._strays.refuse()
             if any(has_replaced(group.parameters) for group in groups):
                 check_distinct(parameter for group in groups for parameter in group.parameters)
             for group in groups:
@@ -470,7 +469,7 @@ class ModuleState(FSDP2State):
             twin.stage, twin.is_root = Stage.IDLE, None
             twin.iteration = Iteration(CommContext(state.device))
             twin._still_to_run, twin._calls, twin._call, twin._depth = set(), Calls(), None, 0
-            twin._running_part = None
+            twin._running_part = twin._strays = None
             made.append(twin)
         return made
 
@@ -541,13 +540,15 @@ class ModuleState(FSDP2State):
             for group in self.groups:
                 group.reshard_after_forward, group.is_kept_by_default = False, True
         groups = [group for state in found for group in state.groups]
-        on_purpose = None if self.ignored is None else [slot for state in found for slot in state.ignored or ()]
         try:
-            check_root(root, groups, on_purpose)
+            check_root(root, groups)
         except Exception:
             for state in found:
                 state.is_root = None
             raise
+        if self.ignored is not None:
+            ignored = (slot for state in found for slot in state.ignored or ())
+            self._strays = StrayParameters(root, (p for group in groups for p in group.parameters), ignored)
         for group in groups:
             group.rebuild()
             group.memory.prepare()

@@ -165,16 +165,16 @@ def hooks_of_programs(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], 
 
 
 def refuse_hooked_nodes(parameters: ParameterRow, names: Iterable[str], *, before: bool) -> None:
-    """Raises UnsupportedParameterError where a program has hooked the node of a parameter in a graph: it runs before the ranks'
-    gradients are reduced, or, where graphs have the gathered parameter, never. ``before``: hooks that run before the gradient
-    is accumulated are refused, too."""
+    """Raises UnsupportedParameterError where a program has hooked the node of a parameter in a graph: such a hook runs
+    before gradients are reduced over ranks, or, where graphs have the gathered parameter, never. ``before``: those that run
+    before the gradient is accumulated are refused, too."""
     index = parameters.first_hooked(before=before)
     if index < 0:
         return
     raise UnsupportedParameterError(
-        f"the AccumulateGrad node of parameter {list(names)[index]!r} of shape {tuple(parameters.tensors[index].shape)} has a "
-        "hook, which would run without the complete gradient, or never: ranks reduce it later. Expected "
-        "parameter.register_post_accumulate_grad_hook(hook), which finds it in parameter.grad, or "
+        f"a hook is registered on the AccumulateGrad node of parameter {list(names)[index]!r} of shape "
+        f"{tuple(parameters.tensors[index].shape)}: it would run without the complete gradient, or never, because "
+        "ranks reduce it later. Expected parameter.register_post_accumulate_grad_hook(hook), which finds it in parameter.grad, or "
         "parameter.register_hook(hook), which may change it"
     )
 
