@@ -162,6 +162,33 @@ def used_inside(model: Net, draw: random.Random) -> list[Any]:
     return [*found, *model.parameters()]
 
 
+def loaded_inside(model: Net, draw: random.Random) -> list[Any]:
+    """State dicts that are read and loaded in a forward, and around it, whole or of one part, also with ``assign``."""
+    found: list[Any] = []
+    torch.manual_seed(1)
+    other = Net().double()
+
+    def act(model: nn.Module, *_: Any) -> None:
+        how, part = draw.choice(["read", "load", "assign", "nothing"]), draw.choice(["", "head", "first.up"])
+        own, values = model.get_submodule(part), other.get_submodule(part).state_dict()
+        if how == "read":
+            found.extend(x.detach().clone() for x in own.state_dict().values())
+        elif how == "load" or (how == "assign" and model.inside is None):
+            own.load_state_dict({name: x.clone() for name, x in values.items()}, assign=how == "assign")
+
+    for step in range(4):
+        model.inside = act if draw.random() < 0.5 else None
+        handle = model.register_forward_pre_hook(act) if model.inside is not None else None
+        act(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(step)).square().mean().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        if handle is not None:
+            handle.remove()
+    return [*found, *model.parameters()]
+
+
 USES: dict[str, Callable[[Net, random.Random], list[Any]]] = {
     "toggled": toggled,
     "cleared": cleared,
@@ -188,7 +215,7 @@ def same(kind: str, use: str, seed: int) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_equal_to_one_device(ranks: RankPools, kind: str, use: str) -> None:
     """A frozen parameter got gradients on dp; ``fully_shard`` failed in the next forward; gradients were not cleared."""
-    seeds = range(200 if NIGHTLY else 10 if use == "toggled" else 3)
+    seeds = range(200 if NIGHTLY else 10 if use in ("toggled", "loaded_inside") else 3)
     assert ranks.run(run_cases, same, [(kind, use, seed) for seed in seeds], world_size=2) == [len(seeds)] * 2
 
 
@@ -246,9 +273,7 @@ def hooked_nodes(kind: str, after: bool) -> None:
         )
         loss = model(batch(1)).square().mean()
         if model is models[1] and (after or kind in ("units", "modules")):
-            with pytest.raises(
-                UnsupportedParameterError, match="AccumulateGrad node of .*head.weight.*register_"
-            ):
+            with pytest.raises(UnsupportedParameterError, match=r"AccumulateGrad node of .*head.weight.*register_"):
                 loss.backward()
             handle.remove()
             model.zero_grad()

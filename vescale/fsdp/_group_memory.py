@@ -248,8 +248,8 @@ class GroupMemory:
         for parameter, old, new in zip(self.at_rest.parameters, self._versions, now):
             if old != new:
                 raise FullyShardStateError(
-                    f"parameter {parameter.name!r} of shape {parameter.global_shape} was written to inside of the forward that "
-                    "uses it, by way of the sharded parameter that the program holds (optimizer.step(), a list of "
+                    f"parameter {parameter.name!r} of shape {parameter.global_shape} was written to inside of the forward "
+                    "that uses it, by way of the sharded parameter that the program holds (optimizer.step(), a list of "
                     "parameters), so that the forward has read the values of before. Expected the write before or after "
                     "the forward, or to what is registered there (module.weight)"
                 )

@@ -22,6 +22,7 @@ from vescale.compat import (
     local_of,
     make_dtensor,
     make_spec,
+    no_torch_function,
     own_part,
     permit_gradients_of_any_dtype,
     spec_of,
@@ -286,8 +287,18 @@ class ManagedParameter:
             else:  # nn.RNN keeps a list of its weights
                 setattr(module, name, parameter)
 
+    def part_of(self, value: Any) -> Any:
+        """This rank's part of a plain tensor of the global shape, placed as the sharded form; other values as they are."""
+        sharded, is_plain = self.sharded, isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        assert isinstance(sharded, DTensor)
+        if not is_plain or self.is_extended or value.is_meta or tuple(value.shape) != self.global_shape:
+            return value
+        with no_torch_function(), torch.no_grad():  # of a forward, where this may happen
+            own = value.to(sharded.device_mesh.device_type)
+            return distribute_tensor(own, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
     def share_gradient(self) -> torch.Tensor | None:
-        """Inside of a forward, ``.grad`` of the unsharded form, which is registered, is that of the sharded one. Returns it."""
+        """Inside of a forward, ``.grad`` of the unsharded form, which is registered, is the sharded form's. Returns it."""
         gradient, unsharded = self.sharded.grad, self.unsharded
         if gradient is None or unsharded is None or gradient.device.type != unsharded.device.type:
             return None
@@ -308,10 +319,7 @@ class ManagedParameter:
             if found.dtype != unsharded.dtype:
                 permit_gradients_of_any_dtype(unsharded, unsharded.dtype)
         if found is not shared:
-            assert isinstance(sharded, DTensor)
-            if found is not None and not isinstance(found, DTensor):
-                found = distribute_tensor(found, sharded.device_mesh, sharded.placements, src_data_rank=None)
-            sharded.grad = found
+            sharded.grad = self.part_of(found)
 
     def to_rest(self) -> None:
         """Register the sharded form where the unsharded one is, and leave what a program has put into other places."""

@@ -101,8 +101,8 @@ class StrayParameters:
             raise StrayParameterError(
                 f"{', '.join(map(repr, names[:4]))}{more} of {type(self._root).__name__.removeprefix('FSDP')}: trainable "
                 "parameters that were registered after fully_shard, which nothing reduces, so that ranks drift apart. Add "
-                "or replace modules and parameters before fully_shard, or pass the new module to fully_shard before the next "
-                "forward; if the program itself reduces their gradients, register them before, and pass them in "
+                "or replace modules and parameters before fully_shard, or pass the new module to fully_shard before the "
+                "next forward; if the program itself reduces their gradients, register them before, and pass them in "
                 "ignored_params"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from vescale.compat import (
     hides_tensors,
     in_backward,
     map_tensors,
+    no_torch_function,
 )
 from vescale.errors import FullyShardStateError, NotPicklableError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
@@ -166,7 +168,8 @@ class ModuleState(FSDP2State):
         owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
         for owner in owners:
             owner.register_state_dict_pre_hook(self.to_rest)
-            owner.register_load_state_dict_pre_hook(self.to_rest)
+            owner.register_state_dict_post_hook(functools.partial(self._to_forward))  # takes an attribute
+            owner.register_load_state_dict_pre_hook(self._before_load)
             owner.register_load_state_dict_post_hook(self._parameters_may_be_new)
 
     def unshard_by_hand(self) -> None:
@@ -179,13 +182,32 @@ class ModuleState(FSDP2State):
             group.unshard()
 
     def to_rest(self, *_: Any) -> None:
-        """The registered parameters are the sharded ones."""
+        """The registered parameters are the sharded ones; inside of a forward until :meth:`_to_forward`."""
         for group in self.groups:
-            group.reshard()
+            if self.stage is not Stage.FORWARD or group.memory.is_held:
+                group.reshard()
+            else:
+                group.memory.leave()
+
+    def _to_forward(self, *_: Any) -> None:
+        if self.stage is Stage.FORWARD:
+            with no_torch_function():
+                for group in self.groups:
+                    group.before_forward()
+
+    def _before_load(self, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Plain values of a parameter's shape are the global ones, the same on every rank, which takes its part of them."""
+        self.to_rest()
+        for group in self.groups:
+            for parameter in group.parameters:
+                for key in (prefix + slot.name for slot in parameter.slots if slot.module is owner):
+                    if key in state:
+                        state[key] = parameter.part_of(state[key])
 
     def _parameters_may_be_new(self, *_: Any) -> None:
         for group in self.groups:
             group.at_rest.is_stale = True
+        self._to_forward()
 
     def _before_one(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of several modules in one group: the first one of a pass begins for all."""

@@ -174,8 +174,8 @@ def refuse_hooked_nodes(parameters: ParameterRow, names: Iterable[str], *, befor
     raise UnsupportedParameterError(
         f"a hook is registered on the AccumulateGrad node of parameter {list(names)[index]!r} of shape "
         f"{tuple(parameters.tensors[index].shape)}: it would run without the complete gradient, or never, because "
-        "ranks reduce it later. Expected parameter.register_post_accumulate_grad_hook(hook), which finds it in parameter.grad, or "
-        "parameter.register_hook(hook), which may change it"
+        "ranks reduce it later. Expected parameter.register_post_accumulate_grad_hook(hook), which finds it in "
+        "parameter.grad, or parameter.register_hook(hook), which may change it"
     )
 
 
