@@ -59,7 +59,7 @@ class GroupMemory:
         self._changed: list[ManagedParameter] = []  # between the last two gathers
         self._data_views: list[tuple[int, torch.Tensor]] = []  # of the unsharded parameters, since they were registered
         self._marks: list[tuple[int, int]] = []  # of the unsharded parameters, when they were registered
-        self._shared_gradients: list[torch.Tensor | None] = []
+        self._shared_gradients: list[tuple[ManagedParameter, torch.Tensor | None]] = []
         self.on_write: Callable[[str, str], None] = lambda name, value: None
         self._reduce_op, self._begin_gradients = reduce_op, begin_gradients
         self._pool: Any = None
@@ -309,12 +309,14 @@ class GroupMemory:
         """In a forward: the registered parameters show the gradients of the sharded ones, until these are registered, or a
         backward begins inside of it."""
         if self.is_unsharded and not self._shared_gradients:
-            self._shared_gradients = [parameter.share_gradient() for parameter in self.at_rest.parameters]
+            for parameter in self.at_rest.parameters:
+                if parameter.unsharded is not None and parameter.unsharded.grad is None:  # else of a split backward
+                    self._shared_gradients.append((parameter, parameter.share_gradient()))
 
     def take_gradients(self) -> None:
         """They show them no more."""
         shared, self._shared_gradients = self._shared_gradients, []
-        for parameter, gradient in zip(self.at_rest.parameters, shared):
+        for parameter, gradient in shared:
             parameter.take_gradient(gradient)
 
     # Free

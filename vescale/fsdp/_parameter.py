@@ -298,7 +298,8 @@ class ManagedParameter:
             return distribute_tensor(own, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
     def share_gradient(self) -> torch.Tensor | None:
-        """Inside of a forward, ``.grad`` of the unsharded form, which is registered, is the sharded form's. Returns it."""
+        """Inside of a forward, ``.grad`` of the unsharded form, which is registered and has none, is the sharded form's.
+        Returns it."""
         gradient, unsharded = self.sharded.grad, self.unsharded
         if gradient is None or unsharded is None or gradient.device.type != unsharded.device.type:
             return None
