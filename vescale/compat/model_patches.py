@@ -445,9 +445,9 @@ def compile_with_sharded_gradients(changes: Changes, _: ModelHooks) -> None:
     original = meta_utils._grad_context_compatible
 
     @changes.method(meta_utils, "_grad_context_compatible")
-    def _grad_context_compatible(context: Any, gradient: Any) -> bool:
-        is_alike = not gradient.is_traceable_wrapper_subclass or hasattr(context, "inner_contexts")
-        return is_alike and original(context, gradient)
+    def _grad_context_compatible(symbolic_context: Any, grad_desc: Any) -> bool:
+        is_alike = not grad_desc.is_traceable_wrapper_subclass or hasattr(symbolic_context, "inner_contexts")
+        return is_alike and original(symbolic_context, grad_desc)
 
 
 def note_data_views(changes: Changes, _: ModelHooks) -> None:
