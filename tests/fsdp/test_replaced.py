@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.fsdp.compare import by_block, full, mesh_of, train_step
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
+from vescale.errors import StrayParameterError
 from vescale.fsdp import fully_shard
 
 
@@ -100,11 +102,25 @@ def functional() -> None:
 
 
 def added() -> None:
-    """What nobody reduces is told once; what was ignored on purpose is not."""
-    model = sharded()
-    model.blocks[1].adapter = nn.Linear(7, 7)
-    with pytest.warns(UserWarning, match=r"added after fully_shard \(blocks.1.adapter.weight, blocks.1.adapter.bias\)"):
+    """What nobody reduces is refused, also when it comes, or is unfrozen, later; what was ignored on purpose is not."""
+    refuses = functools.partial(pytest.raises, StrayParameterError)
+    for later in (False, True):
+        model = sharded()
+        if later:
+            net_loss(model, 0, dist.get_rank()).backward()
+        model.blocks[1].adapter = nn.Linear(7, 7)
+        for _ in range(2):
+            with refuses(match=r"'blocks.1.adapter.weight', 'blocks.1.adapter.bias' of Net: trainable"):
+                model(tokens(0, 0))
+        with torch.no_grad():
+            model(tokens(0, 0))
+        model.blocks[1].adapter.requires_grad_(False)
         model(tokens(0, 0))
+        model.blocks[1].adapter.bias.requires_grad_(True)
+        with refuses(match=r"'blocks.1.adapter.bias' of Net.* pass the new module to fully_shard"):
+            model(tokens(0, 0))
+        fully_shard(model.blocks[1].adapter, mesh=mesh_of())
+        net_loss(model, 0, dist.get_rank()).backward()
     torch.manual_seed(0)
     other: Any = Net()
     ignored = {other.head.weight, other.blocks[0].norm.bias}

@@ -3,6 +3,7 @@ freezing and thawing, ``zero_grad``, ``.data`` that changes places."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,13 @@ from tests.examples import NIGHTLY
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole_tensors
 from vescale import parallelize
-from vescale.errors import ForeignToolError, SetDataError, StaticStepError, UnsupportedParameterError
+from vescale.errors import (
+    ForeignToolError,
+    FullyShardStateError,
+    SetDataError,
+    StaticStepError,
+    UnsupportedParameterError,
+)
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan
 
@@ -36,16 +43,16 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    clears: bool | None = None
-    """What the forward calls ``zero_grad`` with; None: it does not."""
+    inside: Callable[[Net], None] | None = None
+    """What the forward does first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.head = Block(), Block(), nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.clears is not None:
-            self.zero_grad(set_to_none=self.clears)
+        if self.inside is not None:
+            self.inside(self)
         return self.head(self.second(self.first(x)))
 
 
@@ -113,7 +120,8 @@ def cleared(model: Net, draw: random.Random) -> list[Any]:
     """``zero_grad`` in a forward, and in a hook before it; with gradients of whole and of accumulated steps."""
     found: list[Any] = []
     for step in range(4):
-        model.clears = draw.choice([True, False, None])
+        how = draw.choice([True, False, None])
+        model.inside = None if how is None else functools.partial(Net.zero_grad, set_to_none=how)
         handle = model.register_forward_pre_hook(lambda *_: model.head.zero_grad())
         model(batch(step)).square().mean().backward()
         handle.remove()
@@ -122,7 +130,60 @@ def cleared(model: Net, draw: random.Random) -> list[Any]:
     return found
 
 
-USES: dict[str, Callable[[Net, random.Random], list[Any]]] = {"toggled": toggled, "cleared": cleared}
+def used_inside(model: Net, draw: random.Random) -> list[Any]:
+    """Gradients that a forward reads, drops, replaces and writes to."""
+    found: list[Any] = []
+
+    def act(model: Net) -> None:
+        how = draw.choice(["read", "drop", "drop one", "replace", "write", "norm", "global"])
+        if how.startswith("drop"):
+            for parameter in [model.head.weight] if how == "drop one" else model.parameters():
+                parameter.grad = None
+        given = [p for p in model.parameters() if p.grad is not None]
+        if how == "read":
+            found.extend(p.grad.clone() for p in given)
+        elif how == "norm":
+            found.append(sum(p.grad.norm() for p in given))
+        elif how == "global":
+            model.head.weight.grad = torch.full((4, 6), 0.25, dtype=torch.float64)
+        for parameter in given if how in ("replace", "write") else ():
+            if how == "write":
+                parameter.grad.mul_(0.5)
+            else:
+                parameter.grad = parameter.grad * 0.5
+
+    model.inside = act
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        model(batch(step)).square().mean().backward()
+        found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        if draw.random() < 0.5:
+            optimizer.step()
+    return [*found, *model.parameters()]
+
+
+def loaded_inside(model: Net, draw: random.Random) -> list[Any]:
+    """State dicts that are loaded before, and loaded and read in, a forward."""
+    torch.manual_seed(1)
+    other = Net().double()
+    found: list[Any] = []
+    model.load_state_dict(other.state_dict())
+
+    def act(model: Net) -> None:
+        model.head.load_state_dict({name: x * 0.5 for name, x in other.head.state_dict().items()})
+        found.extend(x.detach().clone() for x in model.head.state_dict().values())
+
+    model.inside = act
+    model(batch(0)).square().mean().backward()
+    return [*found, *(p.grad for p in model.parameters()), *model.parameters()]
+
+
+USES: dict[str, Callable[[Net, random.Random], list[Any]]] = {
+    "toggled": toggled,
+    "cleared": cleared,
+    "used_inside": used_inside,
+    "loaded_inside": loaded_inside,
+}
 
 
 def same(kind: str, use: str, seed: int) -> None:
@@ -162,6 +223,15 @@ def refused(kind: str) -> None:
     ):
         with pytest.raises(UnsupportedParameterError, match=r"weight' .* no graph has it"):
             ask(one)
+    model.inside = lambda model: optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(batch(0)).square().mean()  # there are no gradients
+    loss.backward()
+    with pytest.raises(FullyShardStateError, match=r"inside of the forward that uses it.*optimizer\.step"):
+        model(batch(0))
+    model.inside = None
+    model.zero_grad()
+    model.load_state_dict(drawn().state_dict())
     reference: Any = drawn()
     for each in (reference, model):
         one, other = each.first.up.weight, each.second.up.weight
@@ -176,3 +246,59 @@ def refused(kind: str) -> None:
 def test_what_cannot_be_shared_is_refused(ranks: RankPools, kind: str) -> None:
     """Each was silent: one parameter had the values of both, and the hook did not run."""
     ranks.run(refused, kind, world_size=2)
+
+
+def hooked_nodes(kind: str, after: bool) -> None:
+    """The node of a parameter in a graph, as optimizers and wrappers of gradients find it."""
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp" if kind == "tp" else "dp",))
+    models: list[Any] = [drawn(), sharded(kind, mesh)]
+    for model in models:
+        model(batch(0)).square().mean().backward()
+        weight = model.head.weight
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        handle = (
+            node.register_hook(lambda *_: None)
+            if after
+            else node.register_prehook(lambda g: (g[0].clamp(-0.01, 0.01),))
+        )
+        loss = model(batch(1)).square().mean()
+        if model is models[1] and (after or kind in ("units", "modules")):
+            with pytest.raises(UnsupportedParameterError, match=r"AccumulateGrad node of .*head.weight.*register_"):
+                loss.backward()
+            handle.remove()
+            model.zero_grad()
+            return
+        loss.backward()
+    whole = whole_tensors({name: p.grad for name, p in models[1].named_parameters()})
+    for name, parameter in models[0].named_parameters():
+        torch.testing.assert_close(whole[name], parameter.grad)
+
+
+def test_hooks_of_nodes(ranks: RankPools) -> None:
+    """They ran without the complete gradient, or never, silently."""
+    cases = [(kind, after) for kind in ("dp", "tp", "units", "modules") for after in (False, True)]
+    ranks.run(run_cases, hooked_nodes, cases, world_size=2)
+
+
+def read_whole() -> None:
+    """Ops for which DTensor has no rule, of parameters that are parts of buffers; the compiler meets their gradients."""
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    models: list[Any] = [drawn(), sharded("modules", mesh)]
+    found: list[dict[str, Any]] = []
+    for model in models:
+        weight, bias = model.head.weight.detach(), model.head.bias.detach()
+        read = [torch.nonzero(weight > 0), torch.unique(weight.round(decimals=1)), weight[weight > 0]]
+        read += [torch.bincount((bias.abs() * 10).long()), torch.linspace(bias.min(), bias.max(), 5)]
+        model.first.compile(backend="eager")
+        for step in range(2):
+            torch._dynamo.reset()
+            model(batch(step)).square().mean().backward()
+        found.append({str(i): x for i, x in enumerate([*read, *(p.grad for p in model.parameters())])})
+    whole = whole_tensors(found[1])
+    for name, value in found[0].items():
+        torch.testing.assert_close(whole[name], value)
+
+
+def test_ops_without_a_rule_and_compiled_forwards(ranks: RankPools) -> None:
+    """PyTorch's error that sharding propagation failed, and, in 2.13, an assertion of the compiler."""
+    ranks.run(read_whole, world_size=2)

@@ -130,11 +130,12 @@ class Replacement:
         return version != first_version or not torch.equal(some, first)
 
     def error(self, use: str) -> ReplacedParameterError:
+        also = f"; or pass an optimizer that was created before, {self.by}(..., optimizer=optimizer)"
+        also = also if self.by.isidentifier() else ""
         return ReplacedParameterError(
             f"{use} parameter {self.name!r} of {self.model} as it was before {self.by}, which has replaced it: the "
             f"model is not affected. Expected the parameters after {self.by}: call {self.by} first, then create "
-            "optimizers and averages from model.parameters(), and clip those; or pass an optimizer that was created "
-            f"before, {self.by}(..., optimizer=optimizer)",
+            f"optimizers and averages from model.parameters(), and clip those{also}",
             self.name,
         )
 
@@ -148,7 +149,7 @@ def replacement_of(parameter: object) -> Replacement | None:
 class RegisteredParameters:
     """The parameters of modules before they are replaced; they may be freed meanwhile."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._slots: list[tuple[str, str, weakref.ref[nn.Module], str, weakref.ref[nn.Parameter]]] = []
         seen: set[int] = set()
         for root in modules:
@@ -156,9 +157,12 @@ class RegisteredParameters:
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in seen:
                         seen.add(id(parameter))
-                        full = f"{path}.{name}" if path else name
-                        slot = full, type(root).__name__, weakref.ref(module), name, weakref.ref(parameter)
-                        self._slots.append(slot)
+                        self.add(f"{path}.{name}" if path else name, type(root).__name__, module, name)
+
+    def add(self, name: str, model: str, module: nn.Module, attribute: str) -> None:
+        """One more, which is registered as ``attribute`` of ``module``, and called ``name`` in a ``model``."""
+        parameter: Any = module._parameters[attribute]
+        self._slots.append((name, model, weakref.ref(module), attribute, weakref.ref(parameter)))
 
     def refuse_hooks(self, by: str, ignored: Collection[nn.Parameter] = ()) -> None:
         """Before ``by`` replaces all but those that are ``ignored``. Raises ParameterHookError for one whose gradient hooks

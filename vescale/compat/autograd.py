@@ -362,10 +362,10 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def permit_gradients_of_any_dtype(parameter: torch.Tensor) -> None:
-    """``parameter.grad`` may be of another dtype, where this version of torch can permit it."""
+def permit_gradients_of_any_dtype(parameter: torch.Tensor, only: torch.dtype | None = None) -> None:
+    """``parameter.grad`` may be of another dtype, where this version of torch can permit it; of ``only`` that one again."""
     if hasattr(torch.Tensor, "grad_dtype"):
-        parameter.grad_dtype = None
+        parameter.grad_dtype = only
 
 
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:

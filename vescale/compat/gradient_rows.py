@@ -146,6 +146,13 @@ class ParameterRow(TensorRow):
         tensors, specs = self.tensors, self._specs
         return bool(self._module.take_local_grads(tensors, specs, targets.tensors, placed, indices or [], zeroes_signs))
 
+    def first_hooked(self, *, before: bool) -> int:
+        """The first parameter of which a program has hooked the node where its gradient arrives in a graph
+        (``p.expand_as(p).grad_fn.next_functions``); -1: none. ``before``: hooks that run before it has arrived count, too.
+        Without the C++ helper nothing tells."""
+        library = self._library
+        return -1 if library is None else int(library.first_hooked(len(self.tensors), self.addresses(), before))
+
     def have_grads(self) -> bool:
         """Whether any of them has a ``grad``."""
         if self._module is not None:
@@ -223,6 +230,8 @@ def _typed(library: ctypes.CDLL) -> Any:
     """Its functions, called without letting go of the interpreter's lock: they may count references of Python objects."""
     prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     found = {name: prototype((name, library)) for name in ("take_grads", "give_grads")}
+    with_flag = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int)
+    found["first_hooked"] = with_flag(("first_hooked", library))
     with_text = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
     return SimpleNamespace(**found, set_access_error=with_text(("set_access_error", library)))
 

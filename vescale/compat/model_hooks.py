@@ -125,9 +125,6 @@ class DispatchListener:
     def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         """Before a backward of the losses, tensors or edges of graphs, with the gradients that it is given."""
 
-    def clears(self, module: nn.Module, set_to_none: bool) -> None:
-        """After ``module.zero_grad(set_to_none)``."""
-
     def names_edge(self, tensor: DTensor) -> None:
         """Before a program is given the node at which the gradient of ``tensor`` arrives."""
 

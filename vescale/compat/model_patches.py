@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 from torch import nn
+from torch._subclasses import meta_utils
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dispatch as tensor_dispatch
@@ -440,14 +441,13 @@ def tell_of_edges(changes: Changes, hooks: ModelHooks) -> None:
         return original(tensor)
 
 
-def clear_sharded(changes: Changes, hooks: ModelHooks) -> None:
-    """``zero_grad()`` in a forward, or in a hook before it, finds the gathered parameters, which have no gradients yet."""
-    original = torch.nn.Module.zero_grad
+def compile_with_sharded_gradients(changes: Changes, _: ModelHooks) -> None:
+    original = meta_utils._grad_context_compatible
 
-    @changes.method(torch.nn.Module, "zero_grad")
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        original(self, set_to_none)
-        hooks.listener.clears(self, set_to_none)
+    @changes.method(meta_utils, "_grad_context_compatible")
+    def _grad_context_compatible(symbolic_context: Any, grad_desc: Any) -> bool:
+        is_alike = not grad_desc.is_traceable_wrapper_subclass or hasattr(symbolic_context, "inner_contexts")
+        return is_alike and original(symbolic_context, grad_desc)
 
 
 def note_data_views(changes: Changes, _: ModelHooks) -> None:

@@ -17,6 +17,7 @@ ATTENTION_KERNELS = "attention kernels of some devices and versions (their ops a
 BATCHED_GRADIENTS = "batches of gradients of DTensors (torch.autograd.grad(..., is_grads_batched=True))"
 CHECKPOINTS = "torch.distributed.checkpoint of DTensors with vescale's placements"
 COMPILED_CODE = "compiled code of DTensors in the caches of torch.compile (it is compiled anew without)"
+COMPILED_GRADIENTS = "compiling a forward of sharded parameters that have gradients (torch.compile fails without)"
 COUNTED_HOLDERS = "gradients that are taken without a copy (they are copied without)"
 CUDA_KERNELS = "CUDA kernels compiled at run time (random numbers on a GPU are slower without)"
 ESTIMATES = "estimates (vescale.estimate: ranks that do not exist)"
@@ -203,6 +204,9 @@ torch._C: _vmapmode_decrement_nesting; _vmapmode_increment_nesting
     COMPILED_CODE: """
 torch.distributed.tensor: DTensor._stable_hash_for_caching
 """,
+    COMPILED_GRADIENTS: """
+torch._subclasses.meta_utils: _grad_context_compatible(symbolic_context, grad_desc)
+""",
     COUNTED_HOLDERS: """
 torch: Tensor._use_count
 """,
@@ -273,8 +277,8 @@ c10::impl: ExcludeDispatchKeyGuard, TorchDispatchModeTLS, TorchDispatchModeTLS::
 torch::autograd: AccumulateGrad, AnomalyMode::is_enabled, Edge, FunctionPreHook, Node, PostAccumulateGradHook,
     SavedVariable, THPCppFunction, THPCppFunction_Check, ViewFunc, as_view, collect_next_edges, compute_requires_grad,
     functionToPyObject, get_current_graph_task_exec_info, get_current_graph_task_id, get_current_node, impl::hooks,
-    impl::is_tensor_stealable, impl::post_acc_grad_hooks, impl::version_counter, isDifferentiableType, isFwGradDefined,
-    set_history, utils::clone_obey_contract, variable_list
+    impl::is_tensor_stealable, impl::post_acc_grad_hooks, impl::try_get_grad_accumulator, impl::version_counter,
+    isDifferentiableType, isFwGradDefined, set_history, utils::clone_obey_contract, variable_list
 torch::dynamo: autograd::CompiledNodeArgs, autograd::SwapSavedVariables
 torch::jit: tracer::isTracing
 THP: Dtype, Dtype_Check, Function, Variable, VariableClass, Variable_Check, Variable_CheckExact,

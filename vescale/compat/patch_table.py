@@ -43,7 +43,7 @@ from vescale.compat.exact_matches import search_only_mismatches
 from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.native_dispatch import install_native_dispatch
-from vescale.compat.needed_names import CHECKPOINTS, COMPILED_CODE, EXACT_MATCHES, OBSERVATION
+from vescale.compat.needed_names import CHECKPOINTS, COMPILED_CODE, COMPILED_GRADIENTS, EXACT_MATCHES, OBSERVATION
 from vescale.compat.patching import Changes
 
 
@@ -158,8 +158,8 @@ _PATCHES: tuple[Patch, ...] = (
           model_patches.observe_backwards),
     Patch("`get_gradient_edge` and `register_multi_grad_hook` of gathered parameters raise",
           "graphs have other tensors in their places", "models", model_patches.tell_of_edges),
-    Patch("`zero_grad()` inside of a forward clears the gradients of gathered parameters",
-          "what is registered there has none", "models", model_patches.clear_sharded),
+    Patch("the compiler takes parameters whose gradients are DTensors", "PyTorch asserts that both are of one class",
+          "models", model_patches.compile_with_sharded_gradients, torch="<2.14", feature=COMPILED_GRADIENTS),
     Patch("while gathered copies are viewed, writes to them reach their originals, and reads see writes to these",
           "x[0].zero_() of a tensor sharded over dim 0 is lost", "models", model_patches.observe_writes, "pytorch#147570"),
     Patch("writes by way of `.data` of a gathered parameter are seen", "a version of its own: the write would be lost",

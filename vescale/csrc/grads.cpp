@@ -10,6 +10,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -101,6 +103,21 @@ EXPORT int take_grads(std::size_t num, void* const* parameters, void* const* tar
         grad.reset();
     }
     return 1;
+}
+
+// The first parameter whose node of graphs, where its gradient arrives, has hooks that run after that, or, if `before` is not 0,
+// also such that run before it. -1: none has.
+EXPORT int first_hooked(std::size_t num, void* const* parameters, int before) {
+    if (has_null(num, parameters)) {
+        return -1;
+    }
+    for (std::size_t i = 0; i < num; ++i) {
+        const auto node = torch::autograd::impl::try_get_grad_accumulator(*Borrowed(parameters[i]));
+        if (node != nullptr && (!node->post_hooks().empty() || (before != 0 && !node->pre_hooks().empty()))) {
+            return static_cast<int>(i);
+        }
+    }
+    return -1;
 }
 
 // Makes each gradient its parameter's. Returns 0, and changes nothing, if one has a gradient.

@@ -68,7 +68,7 @@ class ProgramTextError(Coded, ValueError):
 
 
 class StrayParameterError(PlanError):
-    """A plain parameter came into the model after `parallelize`: no entry places it, and nothing reduces its gradient."""
+    """A plain parameter came into the model after `parallelize` or `fully_shard`: nothing reduces its gradient."""
 
     code = "VS0223"
 

@@ -168,6 +168,7 @@ class ParameterGroup:
         """Make room for a bucket's gradients, and decide where they go. They take the place of parameters that will be
         resharded when they are reduced, so that the two need memory once; before that only with ``in_place``, because other
         code may still read the parameters."""
+        self.memory.take_gradients()
         self.on_gradients()
         self.memory.comm.make_room_for_gradients(self.memory)
         if not (self.is_gathered and self._goes_after_backward and self.reduce_gradients):
@@ -232,6 +233,7 @@ class ParameterGroup:
         self.memory.reshard_if_changed()
         self.memory.unshard()
         self.memory.wait()
+        self.memory.share_gradients()
 
     def recompute(self, *, is_recorded: bool) -> None:
         """Activation checkpointing runs the forward anew inside of its backward. Not ``is_recorded``: the first forward was
@@ -247,6 +249,7 @@ class ParameterGroup:
         that. Not ``is_watched``: a backward may need the parameters without notice, so they stay gathered."""
         if recomputing:
             return
+        self.memory.refuse_unseen_writes()
         if is_watched:
             self.reshard_in_forward()
         self.memory.leave()
@@ -266,6 +269,7 @@ class ParameterGroup:
             return
         with profiled(f"vescale.fsdp::before_backward ({self.at_rest.path})"):
             self._move(Move.BACKWARD)
+            self.memory.take_gradients()
             for bucket in self.at_rest.buckets:
                 bucket.gradients.drop_cleared()
             self._backward.builds_graph = torch.is_grad_enabled()

@@ -59,6 +59,7 @@ class GroupMemory:
         self._changed: list[ManagedParameter] = []  # between the last two gathers
         self._data_views: list[tuple[int, torch.Tensor]] = []  # of the unsharded parameters, since they were registered
         self._marks: list[tuple[int, int]] = []  # of the unsharded parameters, when they were registered
+        self._shared_gradients: list[tuple[ManagedParameter, torch.Tensor | None]] = []
         self.on_write: Callable[[str, str], None] = lambda name, value: None
         self._reduce_op, self._begin_gradients = reduce_op, begin_gradients
         self._pool: Any = None
@@ -240,6 +241,19 @@ class GroupMemory:
         """Whether whole parameters are there, and the sharded ones have not been written to since."""
         return self.is_gathered and not self.at_rest.is_stale and self._versions == self._present_versions()
 
+    def refuse_unseen_writes(self) -> None:
+        """At the end of a forward: raises FullyShardStateError where the sharded form of a registered parameter was written
+        to, as an optimizer does, which holds it: the forward has read the values of before."""
+        now = self._present_versions() if self.is_unsharded else self._versions
+        for parameter, old, new in zip(self.at_rest.parameters, self._versions, now):
+            if old != new:
+                raise FullyShardStateError(
+                    f"parameter {parameter.name!r} of shape {parameter.global_shape} was written to inside of the forward "
+                    "that uses it, by way of the sharded parameter that the program holds (optimizer.step(), a list of "
+                    "parameters), so that the forward has read the values of before. Expected the write before or after "
+                    "the forward, or to what is registered there (module.weight)"
+                )
+
     def reshard_if_changed(self) -> None:
         """What is kept is older than the sharded parameters: it is gathered anew."""
         if self.residency is Residency.GATHERED and not self.is_current:
@@ -291,6 +305,20 @@ class GroupMemory:
             bucket.gathering.drop_piece()
         self._move(Event.ARRIVE)
 
+    def share_gradients(self) -> None:
+        """In a forward: the registered parameters show the gradients of the sharded ones, until these are registered, or a
+        backward begins inside of it."""
+        if self.is_unsharded and not self._shared_gradients:
+            for parameter in self.at_rest.parameters:
+                if parameter.unsharded is not None and parameter.unsharded.grad is None:  # else of a split backward
+                    self._shared_gradients.append((parameter, parameter.share_gradient()))
+
+    def take_gradients(self) -> None:
+        """They show them no more."""
+        shared, self._shared_gradients = self._shared_gradients, []
+        for parameter, gradient in shared:
+            parameter.take_gradient(gradient)
+
     # Free
 
     def reshard(self) -> None:
@@ -318,6 +346,7 @@ class GroupMemory:
 
     def _register_sharded(self) -> None:
         """What has been written to the unsharded parameters since they were registered is written to the sharded ones."""
+        self.take_gradients()
         if self._marks != self._present_marks():
             before, now = (dict(zip(map(id, self.at_rest.parameters), m)) for m in (self._marks, self._present_marks()))
             for bucket in self.at_rest.buckets:

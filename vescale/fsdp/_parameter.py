@@ -22,7 +22,9 @@ from vescale.compat import (
     local_of,
     make_dtensor,
     make_spec,
+    no_torch_function,
     own_part,
+    permit_gradients_of_any_dtype,
     spec_of,
 )
 from vescale.errors import FullyShardError, UnsupportedParameterError
@@ -31,6 +33,7 @@ from vescale.gradients import DataParallelAxes, LocalContribution
 from vescale.placements import (
     RaggedShard,
     StridedRaggedShard,
+    distribute_tensor,
     largest_shape,
     shard_dim,
 )
@@ -283,6 +286,41 @@ class ManagedParameter:
                 module._parameters[name] = parameter
             else:  # nn.RNN keeps a list of its weights
                 setattr(module, name, parameter)
+
+    def part_of(self, value: Any) -> Any:
+        """This rank's part of a plain tensor of the global shape, placed as the sharded form; other values as they are."""
+        sharded, is_plain = self.sharded, isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        assert isinstance(sharded, DTensor)
+        if not is_plain or self.is_extended or value.is_meta or tuple(value.shape) != self.global_shape:
+            return value
+        with no_torch_function(), torch.no_grad():  # of a forward, where this may happen
+            own = value.to(sharded.device_mesh.device_type)
+            return distribute_tensor(own, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+    def share_gradient(self) -> torch.Tensor | None:
+        """Inside of a forward, ``.grad`` of the unsharded form, which is registered and has none, is the sharded form's.
+        Returns it."""
+        gradient, unsharded = self.sharded.grad, self.unsharded
+        if gradient is None or unsharded is None or gradient.device.type != unsharded.device.type:
+            return None
+        if gradient.dtype != unsharded.dtype:
+            permit_gradients_of_any_dtype(unsharded)
+        unsharded.grad = gradient
+        return gradient
+
+    def take_gradient(self, shared: torch.Tensor | None) -> None:
+        """What a program has made the gradient since :meth:`share_gradient`, which has returned ``shared``, is the sharded
+        form's: a DTensor, or the global tensor, the same on every rank."""
+        unsharded, sharded = self.unsharded, self.sharded
+        if unsharded is None:
+            return
+        found = unsharded.grad
+        if found is not None:
+            unsharded.grad = None
+            if found.dtype != unsharded.dtype:
+                permit_gradients_of_any_dtype(unsharded, unsharded.dtype)
+        if found is not shared:
+            sharded.grad = self.part_of(found)
 
     def to_rest(self) -> None:
         """Register the sharded form where the unsharded one is, and leave what a program has put into other places."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from vescale.compat import in_transform
-from vescale.errors import FullyShardError, TransformError, UnsupportedParameterError, kind_of
-from vescale.fsdp._parameter import ManagedParameter, Slot
+from vescale.compat import in_transform, is_replicated
+from vescale.errors import FullyShardError, StrayParameterError, TransformError, UnsupportedParameterError, kind_of
+from vescale.fsdp._parameter import ManagedParameter, Slot, managed_by
+from vescale.gradients import ModuleTree
 
 
 def refuse_transforms(path: str) -> None:
@@ -81,22 +81,35 @@ def check_distinct(parameters: Iterable[ManagedParameter]) -> None:
             )
 
 
-def warn_of_strays(root: nn.Module, parameters: Iterable[ManagedParameter], ignored: Iterable[Slot]) -> None:
-    """Warn of trainable parameters below ``root`` that belong to no group and were not ignored on purpose."""
-    known = {(id(slot.module), slot.name) for parameter in parameters for slot in parameter.slots}
-    known |= {(id(slot.module), slot.name) for slot in ignored}
-    strays = [
-        f"{path}.{name}" if path else name
-        for path, module in root.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad and (id(module), name) not in known
-    ]
-    if strays:
-        warnings.warn(
-            f"{type(root).__name__} has trainable parameters that were added after fully_shard "
-            f"({', '.join(strays[:5])}{' and more' if len(strays) > 5 else ''}): nothing reduces their gradients, so "
-            "that ranks drift apart. Add them before fully_shard, or pass them in ignored_params if their gradients "
-            "are reduced elsewhere",
-            UserWarning,
-            stacklevel=2,
-        )
+class StrayParameters:
+    """Parameters below ``root`` that were registered after ``fully_shard``: they belong to no group, and were not ignored on
+    purpose. The tree is searched when it has changed; parameters that were found may be unfrozen later."""
+
+    def __init__(self, root: nn.Module, parameters: Iterable[ManagedParameter], ignored: Iterable[Slot]) -> None:
+        slots = [*(slot for parameter in parameters for slot in parameter.slots), *ignored]
+        self._root, self._known = root, {(id(slot.module), slot.name) for slot in slots}
+        self._tree: ModuleTree | None = None
+        self._found: dict[str, nn.Parameter] = {}
+
+    def refuse(self) -> None:
+        """Raises StrayParameterError for those that are trained."""
+        if self._tree is None or self._tree.has_changed():
+            self._tree, self._found = ModuleTree(self._root), dict(self._search())
+        names = [name for name, parameter in self._found.items() if parameter.requires_grad]
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise StrayParameterError(
+                f"{', '.join(map(repr, names[:4]))}{more} of {type(self._root).__name__.removeprefix('FSDP')}: trainable "
+                "parameters that were registered after fully_shard, which nothing reduces, so that ranks drift apart. Add "
+                "or replace modules and parameters before fully_shard, or pass the new module to fully_shard before the "
+                "next forward; if the program itself reduces their gradients, register them before, and pass them in "
+                "ignored_params"
+            )
+
+    def _search(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for path, module in self._root.named_modules():
+            if is_replicated(module):
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (id(module), name) not in self._known and managed_by(parameter) is None:
+                    yield f"{path}.{name}" if path else name, parameter

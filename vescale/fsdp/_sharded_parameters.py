@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.checks import RegisteredParameters
 from vescale.compat import own_part, policy_of_parameter
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._extensions import check_one_kind
@@ -113,10 +115,13 @@ class ShardedParameters:
         """Take up parameters that were replaced in modules (``to_empty``, ``load_state_dict(assign=True)``): their local
         tensors become slices of one buffer again. ``before_change`` runs before buckets are replaced."""
         self.is_stale = False
-        changed = False
+        changed, plain = False, RegisteredParameters()
         for parameter in self.parameters:
             found = replacement(parameter)
             if found is not None:
+                if not isinstance(found, DTensor):
+                    module, name = parameter.slots[0]
+                    plain.add(parameter.name, type(module).__name__, module, name)
                 parameter.take_up(found)
                 changed = True
         on_meta = [parameter.sharded.is_meta for parameter in self.parameters]
@@ -132,6 +137,7 @@ class ShardedParameters:
         for parameter in self.parameters:
             parameter.unsharded = None
         self._regroup(self._layouts())
+        plain.mark_replaced("the next forward")
 
     def _layouts(self) -> dict[tuple[int, ...], Layout]:
         """Of the buckets, by the parameters in them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from vescale.compat import (
     hides_tensors,
     in_backward,
     map_tensors,
+    no_torch_function,
 )
 from vescale.errors import FullyShardStateError, NotPicklableError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
@@ -28,16 +30,14 @@ from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._iteration import Iteration
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._preflight import compare_groups
-from vescale.fsdp._registered import check_distinct, has_replaced, refuse_transforms, warn_of_strays
+from vescale.fsdp._registered import StrayParameters, check_distinct, has_replaced, refuse_transforms
 from vescale.fsdp._unfilled import check_filled
 
 # ``check_root``: what is checked once, when the first forward has told which module is the root.
 
 
-def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Sequence[Slot] | None) -> None:
+def check_root(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Give the parameters of ``groups``, which are all below ``root``, their names, and compare them with the other ranks.
-
-    ``ignored``: parameters that belong to no group on purpose; None: parameters outside of groups are not checked.
 
     Raises ValueError for parameters that were tied after ``fully_shard``, MissingValuesError for memory without values,
     ShardingMismatchError where ranks differ, and TransformError.
@@ -49,8 +49,6 @@ def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Seque
     for parameter in parameters:
         parameter.name = parameter.contribution.name = names.get(id(parameter.sharded), parameter.name)
     check_distinct(parameters)
-    if ignored is not None:
-        warn_of_strays(root, parameters, ignored)
     along: dict[Any, list[ParameterGroup]] = {}
     for group in groups:
         along.setdefault(group.axes.data_parallel.group, []).append(group)
@@ -127,6 +125,7 @@ class ModuleState(FSDP2State):
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.max_gradient_buffers = 1
+        self._strays: StrayParameters | None = None  # of a root
         self._still_to_run: set[nn.Module] = set()
         self._calls = Calls()
         self._call: Call | None = None  # that is running forward
@@ -169,7 +168,8 @@ class ModuleState(FSDP2State):
         owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
         for owner in owners:
             owner.register_state_dict_pre_hook(self.to_rest)
-            owner.register_load_state_dict_pre_hook(self.to_rest)
+            owner.register_state_dict_post_hook(functools.partial(self._to_forward))  # takes an attribute
+            owner.register_load_state_dict_pre_hook(self._before_load)
             owner.register_load_state_dict_post_hook(self._parameters_may_be_new)
 
     def unshard_by_hand(self) -> None:
@@ -182,13 +182,32 @@ class ModuleState(FSDP2State):
             group.unshard()
 
     def to_rest(self, *_: Any) -> None:
-        """The registered parameters are the sharded ones."""
+        """The registered parameters are the sharded ones; inside of a forward until :meth:`_to_forward`."""
         for group in self.groups:
-            group.reshard()
+            if self.stage is not Stage.FORWARD or group.memory.is_held:
+                group.reshard()
+            else:
+                group.memory.leave()
+
+    def _to_forward(self, *_: Any) -> None:
+        if self.stage is Stage.FORWARD:
+            with no_torch_function():
+                for group in self.groups:
+                    group.before_forward()
+
+    def _before_load(self, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Plain values of a parameter's shape are the global ones, the same on every rank, which takes its part of them."""
+        self.to_rest()
+        for group in self.groups:
+            for parameter in group.parameters:
+                for key in (prefix + slot.name for slot in parameter.slots if slot.module is owner):
+                    if key in state:
+                        state[key] = parameter.part_of(state[key])
 
     def _parameters_may_be_new(self, *_: Any) -> None:
         for group in self.groups:
             group.at_rest.is_stale = True
+        self._to_forward()
 
     def _before_one(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of several modules in one group: the first one of a pass begins for all."""
@@ -320,6 +339,8 @@ class ModuleState(FSDP2State):
             return args, kwargs
         if not in_backward() and not self.continues:
             groups = [group for state in self.iteration.states for group in state.groups]
+            if self._strays is not None and torch.is_grad_enabled():
+                self._strays.refuse()
             if any(has_replaced(group.parameters) for group in groups):
                 check_distinct(parameter for group in groups for parameter in group.parameters)
             for group in groups:
@@ -470,7 +491,7 @@ class ModuleState(FSDP2State):
             twin.stage, twin.is_root = Stage.IDLE, None
             twin.iteration = Iteration(CommContext(state.device))
             twin._still_to_run, twin._calls, twin._call, twin._depth = set(), Calls(), None, 0
-            twin._running_part = None
+            twin._running_part = twin._strays = None
             made.append(twin)
         return made
 
@@ -541,13 +562,15 @@ class ModuleState(FSDP2State):
             for group in self.groups:
                 group.reshard_after_forward, group.is_kept_by_default = False, True
         groups = [group for state in found for group in state.groups]
-        on_purpose = None if self.ignored is None else [slot for state in found for slot in state.ignored or ()]
         try:
-            check_root(root, groups, on_purpose)
+            check_root(root, groups)
         except Exception:
             for state in found:
                 state.is_root = None
             raise
+        if self.ignored is not None:
+            ignored = (slot for state in found for slot in state.ignored or ())
+            self._strays = StrayParameters(root, (p for group in groups for p in group.parameters), ignored)
         for group in groups:
             group.rebuild()
             group.memory.prepare()

@@ -10,7 +10,7 @@ from vescale.gradients._collective_order import FLAGS_REQUESTER, CollectiveOrder
 from vescale.gradients._comm_hook import CommHook, GradientBucket
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
-from vescale.gradients._hooked_parameters import refuse_reducers_of
+from vescale.gradients._hooked_parameters import ModuleTree, refuse_reducers_of
 from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._parameter import GradientRule, LocalContribution
 from vescale.gradients._pending import reduce_pending

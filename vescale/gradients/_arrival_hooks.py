@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients, versions
+from vescale.compat import ArrivalCount, HookGate, ParameterRow, stop_counting_gradients, versions
+from vescale.errors import UnsupportedParameterError
 
 # The attribute of a parameter that owns its ``ArrivalHooks``.
 _HOOKS = "_vescale_hooks"
@@ -161,6 +162,21 @@ class HooksOfPrograms(OrderedDict[int, Callable[[torch.Tensor], None]]):
 def hooks_of_programs(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """What has been given to ``parameter.register_hook`` by others than this package."""
     return [hook for hook in (parameter._backward_hooks or {}).values() if not _is_own(hook)]
+
+
+def refuse_hooked_nodes(parameters: ParameterRow, names: Iterable[str], *, before: bool) -> None:
+    """Raises UnsupportedParameterError where a program has hooked the node of a parameter in a graph: such a hook runs
+    before gradients are reduced over ranks, or, where graphs have the gathered parameter, never. ``before``: those that run
+    before the gradient is accumulated are refused, too."""
+    index = parameters.first_hooked(before=before)
+    if index < 0:
+        return
+    raise UnsupportedParameterError(
+        f"a hook is registered on the AccumulateGrad node of parameter {list(names)[index]!r} of shape "
+        f"{tuple(parameters.tensors[index].shape)}: it would run without the complete gradient, or never, because "
+        "ranks reduce it later. Expected parameter.register_post_accumulate_grad_hook(hook), which finds it in "
+        "parameter.grad, or parameter.register_hook(hook), which may change it"
+    )
 
 
 _OWN = __name__.partition(".")[0] + "."

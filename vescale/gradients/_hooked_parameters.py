@@ -63,7 +63,7 @@ class HookedParameters:
         _refuse_reducing(module)
         self._module, self._policy = module, policy
         self._begin, self._take, self._gate = begin, take, gate
-        self._tree: _ModuleTree | None = None  # as of the last call of `changes`
+        self._tree: ModuleTree | None = None  # as of the last call of `changes`
         self.waiting: dict[int, HooksOfPrograms] = {}
         self._of_module: dict[int, ReducedParameter] = {}  # by id of the nn.Parameter, which the value keeps alive
 
@@ -73,7 +73,7 @@ class HookedParameters:
 
     def changes(self) -> tuple[list[ReducedParameter], list[ReducedParameter]]:
         """The parameters that the module has got since the last call, and those that it no longer has."""
-        self._tree = _ModuleTree(self._module)
+        self._tree = ModuleTree(self._module)
         now = set(map(id, self._tree.parameters()))
         gone = [reduced for key, reduced in self._of_module.items() if key not in now]
         for reduced in gone:
@@ -129,7 +129,7 @@ class HookedParameters:
                 delattr(reduced.parameter, _OWNED)
 
 
-class _ModuleTree:
+class ModuleTree:
     """The modules below a module, and their parameters. Changes are detected from the modules' dictionaries without walking
     the tree, because this happens in every step."""
 

@@ -19,7 +19,7 @@ from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, bucket_limits, link_
 from vescale.compat import HookGate, ParameterRow, at_end_of_backward, in_backward, no_torch_function
 from vescale.errors import ArgumentTypeError, GradientError, GradientReducerError, kind_of
 from vescale.gradients._agreed_parameters import AgreedParameters
-from vescale.gradients._arrival_hooks import HooksOfPrograms
+from vescale.gradients._arrival_hooks import HooksOfPrograms, refuse_hooked_nodes
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_memory import BucketSlot
 from vescale.gradients._comm_hook import CommHook
@@ -535,6 +535,8 @@ class GradientReducer:
         with no_torch_function():
             if self._is_begun:
                 self._break_off()
+            row = self._parameters.row
+            refuse_hooked_nodes(row, (reduced.name for reduced in self._parameters), before=False)
             self._backward.follow()
             self._is_begun, self._is_synced = True, self._syncs
             self._parameters.turn.begin(self._backward.current, self._give_up)

@@ -16,9 +16,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer import DBuffer
 from vescale.comm import Pending, SideStream, all_reduce_, reduce_scatter_into
-from vescale.compat import DTensorSpec, make_dtensor, note, permit_gradients_of_any_dtype, run_post_accumulate_hooks
+from vescale.compat import (
+    DTensorSpec,
+    ParameterRow,
+    make_dtensor,
+    note,
+    permit_gradients_of_any_dtype,
+    run_post_accumulate_hooks,
+)
 from vescale.errors import OrderMismatchError
-from vescale.gradients._arrival_hooks import hooks_of_programs
+from vescale.gradients._arrival_hooks import hooks_of_programs, refuse_hooked_nodes
 from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit
 from vescale.gradients._complete_gradient import add_contribution, added, gradient_spec, local_part
@@ -130,6 +137,11 @@ class ShardedGradients:
             if sharded.grad is stand_in:
                 sharded.grad = None
         self._stand_ins.clear()
+
+    def refuse_hooked_nodes(self) -> None:
+        """See :func:`refuse_hooked_nodes`. Graphs of forwards have the gathered parameters."""
+        parameters = ParameterRow([parameter.sharded for parameter in self._parameters])
+        refuse_hooked_nodes(parameters, (parameter.name for parameter in self._parameters), before=True)
 
     def abandon(self, *, frees: bool) -> None:
         """Forget all gradients that have not been reduced to the end. Not ``frees``: something may still use their memory,
@@ -267,6 +279,7 @@ class ShardedReduction:
         self.gradients, self.options, self.requester = gradients, options, requester
         self.unit, self.first_flag = unit, first_flag
         self._stream, self._replica_stream = stream, replica_stream
+        gradients.refuse_hooked_nodes()
         gradients.take_down()
         self.received = gradients.unreduced.complete()
         self._reduced: torch.Tensor | None = None

@@ -194,18 +194,6 @@ def _accumulating(hooks: weakref.ref[GradientHooks]) -> contextlib.AbstractConte
     return contextlib.nullcontext() if found is None else found._accumulating()
 
 
-def clear_sharded(module: nn.Module, set_to_none: bool) -> None:
-    """Clear the gradients of the parameters that are gathered now, as ``module.zero_grad()`` has cleared all others."""
-    for parameter in module.parameters():
-        sharded = registered_of(parameter)
-        if sharded is parameter or sharded.grad is None:
-            continue
-        if set_to_none:
-            sharded.grad = None
-        else:
-            sharded.grad.detach().zero_()
-
-
 def refuse_edge(parameter: DTensor) -> None:
     """Raises UnsupportedParameterError for a parameter in whose place graphs have its gathered form."""
     managed = managed_by(parameter)

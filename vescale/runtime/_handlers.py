@@ -60,7 +60,7 @@ from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch, StrayWatch
 from vescale.runtime._foreign_tools import refuse_export
-from vescale.runtime._gradient_hooks import clear_sharded, refuse_derivatives, refuse_edge
+from vescale.runtime._gradient_hooks import refuse_derivatives, refuse_edge
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._module_calls import checkpointed, in_backward_of
 from vescale.runtime._shared_memory import hand_out
@@ -384,9 +384,6 @@ class _Listener(DispatchListener):
         if follows_graphs() and running_module() is None:
             describe_graphs(losses, gradients, creates_graph=creates_graph)
 
-    def clears(self, module: torch.nn.Module, set_to_none: bool) -> None:
-        clear_sharded(module, set_to_none)
-
     def names_edge(self, tensor: DTensor) -> None:
         if running_module() is None:  # a recorded forward asks for those of all tensors
             refuse_edge(tensor)
@@ -443,10 +440,13 @@ class _Listener(DispatchListener):
 
 
 def _outside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same outside of a model, on the mesh of one: all ranks read what is cut."""
+    """The same outside of a model: on the mesh of one all ranks read what is cut; elsewhere of what each rank has whole."""
     found = [x for x in (*tensors_in(args), *tensors_in(kwargs)) if isinstance(x, DTensor)]
-    if not found or step_checks(found[0].device_mesh) is None:
+    if not found:
         return NotImplemented
+    if step_checks(found[0].device_mesh) is None:
+        is_whole = all(placement.is_replicate() for x in found for placement in x.placements)
+        return _replicated(op, args, kwargs) if is_whole else NotImplemented
     for x in found:
         check_read(x, f"an operand of {op}")
     return _replicated(op, args, kwargs)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import join_axes
-from vescale.compat import guard_call, native_hooks, shorten_call
+from vescale.compat import guard_call, native_hooks, no_torch_function, shorten_call
 from vescale.errors import NotParallelizedError, kind_of
 from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
@@ -98,8 +98,9 @@ def run_eagerly(runtime: Runtime, model: nn.Module) -> None:
 
 def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Of ``load_state_dict``: plain tensors, which are the same on every rank, are compared and cut."""
-    check_loaded(module, state, prefix)
-    load_plain(module, state, prefix)
+    with no_torch_function():  # of a forward, where this may happen
+        check_loaded(module, state, prefix)
+        load_plain(module, state, prefix)
 
 
 def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
