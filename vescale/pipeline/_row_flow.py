@@ -240,10 +240,15 @@ _CHOOSES = {"nonzero", "masked_select", "repeat_interleave", "unique_consecutive
 _VIEWS = {"select", "slice", "expand", "permute", "transpose", "t", "split", "split_with_sizes", "unbind", "diagonal"}
 
 
-def _users_line() -> str:
+def is_torchs(frame: FrameType) -> bool:
+    """Whether the code is PyTorch's, or this library's."""
+    return frame.f_code.co_filename.startswith(_NOT_USERS)
+
+
+def users_line() -> str:
     """The nearest line that is neither torch's nor this library's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+    while frame is not None and is_torchs(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
@@ -283,7 +288,7 @@ class RowOps:
         self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor], depends: bool, inside: str | None
     ) -> None:
         if outs:
-            where = f"{_users_line()}{f', in {inside!r}' if inside else ''}"
+            where = f"{users_line()}{f', in {inside!r}' if inside else ''}"
             self.ops.append(_Op(func, args, kwargs, tuple(outs), depends, where))
 
     def computes_as(self, other: RowOps) -> bool:

@@ -21,6 +21,7 @@ from vescale.compat import sizes_depend_on_values
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
+from vescale.pipeline._backward_code import BackwardCode
 from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, StageEnd, running
@@ -239,6 +240,7 @@ def trace(
         stack.enter_context(math_attention())
         stack.enter_context(running(recorder))
         stack.enter_context(recorder.functions)
+        stack.enter_context(recorder.backward_code)
         stack.enter_context(recorder.read_calls)
         # Not held by the recorder, which holds all tensors: in a cycle they would live until garbage is searched for.
         stack.enter_context(OuterResults(recorder.note_origin, lambda: recorder.inside is None))
@@ -256,6 +258,7 @@ def trace(
         if loss is not None and output is not None:
             total = loss(output)
         _refuse_host_draws(host_state, entry_source)
+        recorder.backward_code.see_results([*tree_flatten(output)[0], total])
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -286,8 +289,10 @@ def trace(
         tuple(recorder.of_rows),
         recorder.row_ops,
         total,
+        tuple(recorder.backward_code.found),
         num_calls is not None,
     )
+    recorder.backward_code.end()
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
 
@@ -376,7 +381,7 @@ class _Recorder(TorchDispatchMode):
 
         self.recipes, self._batch = Recipes([*given, *others], leaves_of), {**batch, **beside}
         self.row_ops = RowOps([v for v in (*given, *others) if isinstance(v, torch.Tensor)])
-        self.functions = TracedFunctions()
+        self.functions, self.backward_code = TracedFunctions(), BackwardCode(lambda: self.inside)
         self.calls: list[TracedCall] = []
         self.num_calls: int | None = None
         self._given: set[int] = set()  # the memory of the arguments of the gated module that runs
@@ -443,12 +448,13 @@ class _Recorder(TorchDispatchMode):
                 lambda place, n, value: self.note_origin(Origin(None, number, n, place), value),
             ) as hooked:
                 result = proceed(*args, **kwargs)
+            leaves, tree = tree_flatten(result)
+            self.backward_code.see_results(leaves)
         except NotImplementedError:
             self.failed_inside = gate.path
             raise
         finally:
             self.inside, self.arguments = None, frozenset()
-        leaves, tree = tree_flatten(result)
         same = Carried.same_leaves(given, leaves)
         for n, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and n not in same:
@@ -501,6 +507,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         flat, tree = tree_flatten((args, kwargs))
         tensors = [v for v in flat if isinstance(v, torch.Tensor)]
+        self.backward_code.see_op()
         reads_values = func not in SHAPE_ONLY
         depends = reads_values and any(id(t) in self.owners or id(t) in self.values for t in tensors)
         only_here = reads_values and any(id(t) in self.owners or id(t) in self.carried.made for t in tensors)
