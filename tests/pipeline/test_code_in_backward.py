@@ -131,7 +131,7 @@ class Model(nn.Module):
         self.out, self.hook = nn.Linear(6, 1), HOOKS.get(kind) if place == 4 else None
         hooks = {"module's hook of all rows": normalized_by_module, "module's linear hook": scaled_by_module}
         if kind in hooks:
-            self.blocks[place].other.register_full_backward_hook(hooks[kind])
+            self.blocks[place].other.register_full_backward_hook(hooks[kind])  # type: ignore[union-attr]
 
     def forward(self, x: torch.Tensor, r: torch.Tensor) -> dict[str, torch.Tensor]:
         for block in self.blocks:
@@ -272,6 +272,27 @@ def test_edits_of_the_message(ranks: RankPools) -> None:
     for *edited, refused, accepted in ranks.run(edits_case, world_size=2):
         assert all(not isinstance(found, str) and found <= 1e-12 for found in edited), edited
         assert isinstance(refused, str) and accepted <= 1e-12, (refused, accepted)
+
+
+def normalized_case() -> list[float | str]:
+    """Batch normalization of each micro-batch, of which users are warned, is that in the trial's recomputations, too."""
+    found = []
+    for policy in (None, "full", "selective"):
+        torch.manual_seed(0)
+        model = Model("linear hook", 1)
+        model.blocks[1].one = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out.loss")
+        if policy is not None:
+            plan.checkpoint(r"blocks\.\d+", policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PipelineWarning)
+            found.append(step_or_refusal(model.double(), plan, batch_of_rows(), lambda out: out["loss"]))
+    return found
+
+
+def test_statistics_are_those_of_a_micro_batch(ranks: RankPools) -> None:
+    for found in ranks.run(normalized_case, world_size=2):
+        assert all(isinstance(one, float) for one in found), found
 
 
 class Exhausted(Block):

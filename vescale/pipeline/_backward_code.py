@@ -55,7 +55,7 @@ class BackwardCode(TorchFunctionMode):
             function = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
             if function is None or function.__module__.startswith(_KNOWN):
                 continue
-            if function.__module__ == "torch.nn.modules._functions":
+            if function.__module__.startswith("torch.nn."):
                 self._note(_OF_MODULE)
                 continue
             code = getattr(function.backward, "__code__", None)

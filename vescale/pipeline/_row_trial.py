@@ -208,6 +208,8 @@ def changed(leaf: torch.Tensor) -> torch.Tensor:
 class StatisticsOfEach(TorchFunctionMode):
     """In a forward of two micro-batches, batch normalization takes the statistics of each: of that, users are warned."""
 
+    sees_recomputations = True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.batch_norm:
