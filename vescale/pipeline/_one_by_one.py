@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from vescale.comm import record_comms
 from vescale.errors import PipelineCallError
+from vescale.pipeline._cut import Cut
+from vescale.pipeline._gradient_trial import GradientTrial
 from vescale.pipeline._schedule import Action, releases
-
-if TYPE_CHECKING:
-    from vescale.pipeline._runner import Runner
+from vescale.pipeline._stage import ModelStage
 
 
 _ELSEWHERE = "on another rank"
+
+
+class Stages(Protocol):
+    """What this reads of a runner. ``batches``: the micro-batches; ``gradient_trial``: of backwards that are tried."""
+
+    stages: Sequence[ModelStage]
+    batches: Sequence[Any]
+    cut: Cut
+    gradient_trial: GradientTrial | None
+
+    def header(self, stage: int) -> Any: ...
+
+    def tell_header(self, stage: int, headers: None) -> None: ...
+
+    def let_go_by(self, let_go: dict[Action, tuple[int, ...]]) -> None: ...
+
+    def unchanged(self) -> AbstractContextManager[None]: ...
+
+    def axes(self) -> list[dist.ProcessGroup]: ...
+
+    def first_of_all(self, place: int, groups: Sequence[dist.ProcessGroup] | None = None) -> int: ...
+
+    def have_all_failed(self, what: str, number: int) -> bool: ...
 
 
 class OneByOne:
     """Runs the stages of a rank in order, so that nobody waits in a circle; each micro-batch to its end.
 
     With ``may_fail``, what runs out of memory on all ranks of its stage lets later stages go on without it. (If some of them
-    wait in a collective, it is an error.) ``has_backward``: forwards build graphs, which :attr:`Runner.gradient_trial`, if
+    wait in a collective, it is an error.) ``has_backward``: forwards build graphs, which :attr:`Stages.gradient_trial`, if
     there is one, goes through backwards.
     """
 
-    def __init__(self, runner: Runner, *, may_fail: bool = False, has_backward: bool = False) -> None:
+    def __init__(self, runner: Stages, *, may_fail: bool = False, has_backward: bool = False) -> None:
         self.runner, self.may_fail, self.has_backward = runner, may_fail, has_backward
         self._by_index = {stage.stage_index: stage for stage in runner.stages}
         self._pending: list[dist.Work] = []
