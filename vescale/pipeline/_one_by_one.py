@@ -17,15 +17,14 @@ from vescale.pipeline._gradient_trial import GradientTrial
 from vescale.pipeline._schedule import Action, releases
 from vescale.pipeline._stage import ModelStage
 
-
 _ELSEWHERE = "on another rank"
 
 
 class Stages(Protocol):
     """What this reads of a runner. ``batches``: the micro-batches; ``gradient_trial``: of backwards that are tried."""
 
-    stages: Sequence[ModelStage]
-    batches: Sequence[Any]
+    stages: list[ModelStage]
+    batches: list[dict[str, Any]]
     cut: Cut
     gradient_trial: GradientTrial | None
 
