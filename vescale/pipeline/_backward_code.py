@@ -1,5 +1,6 @@
 """``BackwardCode``: what of a forward runs Python in its backward, which may compute across the rows of a batch unseen by a
-trace: hooks of tensors, of modules and of saved tensors, and functions of programs (``torch.autograd.Function``)."""
+trace: hooks of tensors, of modules and of saved tensors, and functions of programs (``torch.autograd.Function``); or wants
+to have a graph in the forward (``torch.autograd.grad``)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat import has_saved_tensors_hooks, no_torch_function
+from vescale.compat import current_autograd_node, has_saved_tensors_hooks, no_torch_function
 from vescale.pipeline._row_flow import is_torchs, users_line
 
 _GRAD_FN = vars(torch.Tensor.__base__)["grad_fn"].__get__
@@ -42,10 +43,14 @@ class BackwardCode(TorchFunctionMode):
             self._note(_OF_MODULE if is_modules else f"a hook of a tensor, registered at {users_line()}")
         return func(*args, **(kwargs or {}))
 
-    def see_op(self) -> None:
-        """Below autograd."""
+    def see_op(self) -> bool:
+        """Below autograd. Returns whether a backward in the forward runs it."""
+        is_in_backward = current_autograd_node() is not None
+        if is_in_backward:
+            self._note(f"gradients taken in the forward, at {users_line()}")
         if torch.is_grad_enabled() and has_saved_tensors_hooks(of_checkpoints=False):
             self._note(f"a hook of saved tensors, at {users_line()}")
+        return is_in_backward
 
     def see_results(self, results: Iterable[Any]) -> None:
         """Of a gated module, or of the forward: what has made them, but for what was seen before."""

@@ -43,7 +43,7 @@ from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
 from vescale.pipeline._one_by_one import OneByOne
-from vescale.pipeline._row_trial import AGAIN, NOWHERE, TOGETHER, RowTrial, around_call, changed
+from vescale.pipeline._row_trial import AGAIN, CHANGES, NOWHERE, TOGETHER, RowTrial, around_call, changed
 from vescale.pipeline._schedule import Action, Schedule, build, releases
 from vescale.pipeline._settings import Settings
 from vescale.pipeline._stage import Backward, ModelStage, backward_of
@@ -460,7 +460,7 @@ class Runner:
             part = traced_pair(self.skeleton, self.cut, entry, batch, both[0], whole)[1]
         known_of_both = Signature(whole, part, self._new_headers, replace(entry, microbatches=count))
         trial = known.trial = known_of_both.trial = RowTrial(known, known_of_both, self.model)
-        gradients = self._new_gradient_trial(whole, trial)
+        gradients, wrong = self._new_gradient_trial(whole, trial), 3
         with self._gathering(), self._trying(gradients):
             with self._using(known_of_both, batch, both, count):
                 results, problem = self._results_of_forwards()
@@ -480,10 +480,10 @@ class Runner:
                 results = [*parts_of(both_of, known.loss.rows, 2), both_of]
             if len(results) == TOGETHER + 1 and not known.loss.whole and not known_of_both.loss.whole:
                 with OneByOne(self, may_fail=True).failing_together("the loss") as failed, self.unchanged():
-                    self._try_loss(trial, batch, (parts[:2], both), results)
+                    wrong = min(self._try_loss(trial, batch, (parts[:2], both), results, most) for most in CHANGES)
                 problem = "".join(failed)
         default_generator(self.device).set_state(self._start_state)
-        found = self.first_of_all(0 if problem else 1 if trial.state_counts() else 2 if trial.loss_differs() else 3)
+        found = self.first_of_all(0 if problem else wrong)
         if found and gradients is not None:
             refused = self._end_trial(known) or self._refused_gradients(gradients, whole.backward_code)
             if refused is not None:
@@ -541,8 +541,11 @@ class Runner:
                 stacklevel=6,
             )
 
-    def _try_loss(self, trial: RowTrial, batch: Mapping[str, Any], given: Any, results: list[Results]) -> None:
-        """``given``: the two micro-batches, and both as one."""
+    def _try_loss(
+        self, trial: RowTrial, batch: Mapping[str, Any], given: Any, results: list[Results], most: float
+    ) -> int:
+        """``given``: the two micro-batches, and both as one. Returns 1 if the state of the model counts, 2 if the losses
+        differ, else 3."""
         m = self.entry.microbatches
         for n in (TOGETHER, 0, 1, AGAIN):
             known, parts, count = (trial.apart, given[0], m) if n < TOGETHER else (trial.together, given[1], m / 2)
@@ -551,7 +554,7 @@ class Runner:
             places = sorted(leaves, key=str)  # in one order for all runs
             dims = {place: trial.dims_of(place, self.cut.num_stages) for place in places}
             moved = [(x, dim) for place in dims for x, dim in zip(leaves[place], dims[place]) if dim is not None]
-            others = {id(x): changed(x) for x, _ in moved}
+            others = {id(x): changed(x, most) for x, _ in moved}
 
             def moved_apart(x: torch.Tensor, others: Mapping[int, Any] = others) -> Any:
                 return Apart.apply(others.get(id(x), x))
@@ -559,6 +562,7 @@ class Runner:
             with self._using(known, batch, parts, count):
                 total = self._loss_of(n if n < TOGETHER else 0, mapped(moved_apart, leaves))
                 trial.note_loss(n, total, self._losses[-1][1] if callable(self.entry.loss) else None, moved)
+        return 1 if trial.state_counts() else 2 if trial.loss_differs() else 3
 
     def _end_trial(self, known: Signature) -> PlanError | None:
         """After the forwards that the trial compares with those of two micro-batches together: what all ranks raise."""

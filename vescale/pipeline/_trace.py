@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vescale.compat import sizes_depend_on_values
+from vescale.compat import current_autograd_node, sizes_depend_on_values
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
@@ -29,7 +29,7 @@ from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
 from vescale.pipeline._label_means import TracedFunctions
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._recipes import Recipes
-from vescale.pipeline._row_flow import RowOps
+from vescale.pipeline._row_flow import RowOps, users_line
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import UnknownResultError, UnknownValueError, refuse_reading, why_unknown
 from vescale.rng import Draw, has_drawn, host_draws_undone
@@ -109,6 +109,13 @@ class Carried:
             entering = self._entering[stage]
             if entering.has(tensor):
                 continue
+            if current_autograd_node() is not None:
+                raise PipelineTraceError(
+                    f"pipeline: the forward takes gradients (torch.autograd.grad) at {users_line()}, in stage {last}, "
+                    f"through modules of stage {made}, whose graph is on another rank; begin the stages so that these "
+                    "modules are all in one stage, or train this model without a pipeline",
+                    self._source,
+                )
             if id(tensor) not in self._origins:
                 raise PipelineTraceError(
                     f"pipeline: {where}, in stage {last}, uses a tensor of shape {tuple(tensor.shape)} that was "
@@ -507,7 +514,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         flat, tree = tree_flatten((args, kwargs))
         tensors = [v for v in flat if isinstance(v, torch.Tensor)]
-        self.backward_code.see_op()
+        if self.backward_code.see_op():
+            self.row_ops.writing.add(self.stage)
         reads_values = func not in SHAPE_ONLY
         depends = reads_values and any(id(t) in self.owners or id(t) in self.values for t in tensors)
         only_here = reads_values and any(id(t) in self.owners or id(t) in self.carried.made for t in tensors)
