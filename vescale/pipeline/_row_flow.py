@@ -593,9 +593,9 @@ class RowFlow:
         if all(state.kind == "fixed" for state in states):
             self._fixed[id(one)] = frozenset().union(*(state.needs for state in states))
         for big, small, state in zip(one.outs, other.outs, states):
-            if state.kind == "mixed" and one.depends and not (big.is_floating_point() or big.dtype is torch.bool):
-                if any(v.shape == big.shape for v in tensors[0]):  # indices of all: rows may come back to their places
-                    state = UNKNOWN.needing(state.needs)
+            are_indices = one.depends and not (big.is_floating_point() or big.dtype is torch.bool)
+            if state.kind == "mixed" and are_indices and any(v.shape == big.shape for v in tensors[0]):
+                state = UNKNOWN.needing(state.needs)  # of all rows, which may come back to their places
             if id(big) in self._means and id(small) in self._means_of_part:
                 state = self._mean_over_labels(big, small)
             if state.kind == "mixed" and self._each_by_itself:
