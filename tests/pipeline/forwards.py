@@ -687,8 +687,24 @@ def noisy(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return t[:, None].sqrt() * x + (1 - t[:, None]).sqrt() * noise, noise
 
 
+@forward
+def excess_tokens(net: Net, ids: Any, labels: Any, targets: Any) -> Any:
+    each = F.cross_entropy(net.logits(ids).transpose(1, 2), labels, reduction="none").flatten()
+    chosen = (each.detach() + targets[..., 0].flatten()).topk(len(each) * 3 // 5).indices
+    return (each * torch.zeros_like(each).scatter(0, chosen, 1.0)).sum() / len(chosen)
+
+
+@forward
+def gradient_penalty(net: Net, x: Any, r: Any) -> Any:
+    h = net.rows(x)
+    z = net.value(h.tanh()).squeeze(-1)
+    (g,) = torch.autograd.grad(z.sum(), h, create_graph=True)
+    return F.mse_loss(z, r) + g.square().sum(1).mean()
+
+
 # Diffusion and augmentations
 FORWARDS |= {
+    "worst_half": lambda net, x, y: each_class(net, x, y).sort(descending=True).values[: len(y) // 2].mean(),
     "ddpm": lambda net, image, t: (lambda z, noise: F.mse_loss(net.back(net.rows(z)), noise))(*noisy(image, t)),
     "ddpm_snr": lambda net, image, t: (
         lambda z, noise: ((net.back(net.rows(z)) - noise).square().mean(1) * (t / (1 - t)).clamp(max=5) * (1 - t) / t).mean()

@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from torch.torch_version import TorchVersion
 from torch.utils import checkpoint as checkpointing
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from vescale import csrc
 from vescale.compat.devices import running_accelerator
@@ -278,6 +281,55 @@ def with_default_device() -> Iterator[None]:
         _pop_mode()
         for mode in modes:
             _push_mode(mode)
+
+
+class Modes:
+    """The modes of the program that see this thread's calls and ops as the forward begins: not those of PyTorch, but the
+    default device, nor this library's, but those with an attribute ``sees_recomputations``."""
+
+    def __init__(self) -> None:
+        self._found = [[mode for mode in stack if _is_programs(mode)] for stack in _stacks()]
+
+    def again(self) -> AbstractContextManager[None]:
+        """Inside, they and no others of a program see calls and ops again, below all other modes."""
+        stacks = _stacks()
+        if all([m for m in now if _is_programs(m)] == found for now, found in zip(stacks, self._found)):
+            return contextlib.nullcontext()
+        return _with_stacks(
+            stacks, [[*found, *(m for m in now if not _is_programs(m))] for now, found in zip(stacks, self._found)]
+        )
+
+
+def _stacks() -> list[list[Any]]:
+    return [
+        _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else [],
+        _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else [],
+    ]
+
+
+def _is_programs(mode: Any) -> bool:
+    is_others = type(mode).__module__.partition(".")[0] not in ("torch", "vescale")
+    return is_others or type(mode) is DeviceContext or getattr(mode, "sees_recomputations", False)
+
+
+@contextlib.contextmanager
+def _with_stacks(before: list[list[Any]], inside: list[list[Any]]) -> Iterator[None]:
+    def replace(old: list[list[Any]], new: list[list[Any]]) -> None:
+        for pop, push, gone, come in zip(_POPS, _PUSHES, old, new):
+            for _ in gone:
+                pop()
+            for mode in come:
+                push(mode)
+
+    replace(before, inside)
+    try:
+        yield
+    finally:
+        replace(inside, before)
+
+
+_POPS: Sequence[Callable[[], Any]] = _pop_mode, _pop_dispatch_mode
+_PUSHES: Sequence[Callable[[Any], Any]] = _push_mode, _push_dispatch_mode
 
 
 def is_tracing() -> bool:

@@ -152,7 +152,8 @@ torch.optim.optimizer: _global_optimizer_pre_hooks
 torch.overrides: _get_current_function_mode_stack; _pop_mode; _push_mode; TorchFunctionMode
 torch.utils._device: DeviceContext
 torch.utils._foreach_utils: _get_foreach_kernels_supported_devices()
-torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; _get_current_dispatch_mode_stack;
+torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; _get_current_dispatch_mode_stack; _pop_mode();
+    _push_mode(mode);
     return_and_correct_aliasing(func, args, kwargs, out)
 torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree); tree_map_only; tree_unflatten(leaves,
     treespec)

@@ -15,6 +15,7 @@ from torch import nn
 
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineBatchError, PipelineRowsError, PipelineWarning
+from vescale.pipeline._backward_code import nodes_behind
 from vescale.pipeline._batch_reads import Place
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
@@ -349,15 +350,9 @@ def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
 def _reached(trace: Trace, entry: PipelineEntry) -> dict[int, Boundary]:
     """The boundaries, with what is detached behind them: its gradient is none, not zero."""
     loss = None if trace.is_cut_short else _loss_in(trace, entry)
-    pending: list[Any] = [loss.grad_fn] if isinstance(loss, torch.Tensor) else []
-    if not pending or pending[0] is None:
+    nodes = set[Any]()
+    if not nodes_behind([loss], nodes):
         return trace.boundaries
-    nodes: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node not in nodes:
-            nodes.add(node)
-            pending += [before for before, _ in node.next_functions if before is not None]
     found = {}
     for stage, boundary in trace.boundaries.items():
         tensors = enumerate(trace.row_ops.entering[stage])

@@ -157,6 +157,21 @@ def _cat(call: RowCall) -> RowState:
     return call.rows(dim, outer * len(call.operands))
 
 
+def _permuted(call: RowCall) -> RowState:
+    x = call.operands[0]
+    order = list(call.big.get("dims", range(x.big.ndim)))
+    if "dims" not in call.big:
+        a, b = call.big.get("dim0", 0), call.big.get("dim1", -1)
+        order[a], order[b] = order[b], order[a]
+    return call.rows([d % x.big.ndim for d in order].index(x.dim), x.outer)
+
+
+def _selected(call: RowCall) -> RowState:
+    x = call.operands[0]
+    dim = call.big["dim"] % x.big.ndim
+    return call.mixed("takes one of the rows") if dim == x.dim else call.rows(x.dim - (dim < x.dim), x.outer)
+
+
 def _repeat(call: RowCall) -> RowState:
     x, repeats = call.operands[0], call.big["repeats"]
     place = x.dim + len(repeats) - x.big.ndim
@@ -193,6 +208,59 @@ def _index(call: RowCall) -> RowState | None:
     return call.rows(first + dim, outer)
 
 
+def _product(call: RowCall) -> RowState | None:
+    """Matrix products, also with what is added, and distances of each vector of one operand from each of another."""
+    *added, a, b = call.operands
+    ndim = a.big.ndim
+    if b.big.ndim != ndim or any(o.is_cut for o in added):
+        return None
+    of_b = {ndim - 2: ndim - 1, ndim - 1: ndim - 2} if "dist" in call.name else {}
+    places = {o.dim if o is a else of_b.get(o.dim, o.dim): o.outer for o in call.cut}
+    inner = {ndim - 1, ndim - 2} if not of_b else set[int]()
+    if a.is_cut and b.is_cut:
+        if a.outer == b.outer and a.dim == b.dim < ndim - 2:
+            return call.rows(a.dim, a.outer)
+        is_sum = a.outer == b.outer and inner and (a.dim, b.dim) == (ndim - 1, ndim - 2)
+        return call.sum() if is_sum else call.mixed("compares each row with each")
+    ((dim, outer),) = places.items()
+    return call.rows(dim, outer) if call.outs[0][0].shape[dim] != call.outs[0][1].shape[dim] else None
+
+
+def _class_losses(call: RowCall) -> list[RowState] | None:
+    """Of each label: ``nll_loss`` without a reduction."""
+    logits, labels = call.operand("self"), call.operand("target")
+    if (
+        call.big["reduction"]
+        or logits is None
+        or labels is None
+        or any(o is not logits and o is not labels for o in call.cut)
+    ):
+        return None
+    places = {(o.dim - (o is logits and o.dim > 1), o.outer) for o in call.cut}
+    if (logits.is_cut and logits.dim == 1) or len(places) != 1:
+        return None
+    return [call.rows(*places.pop())]
+
+
+def _element_losses(call: RowCall) -> RowState | None:
+    return None if call.big.get("reduction", 1) else _pointwise(call)
+
+
+def _normalization(call: RowCall) -> list[RowState] | None:
+    """Over the last dims."""
+    x = call.operands[0]
+    if not x.is_cut or len(call.cut) > 1:
+        return None
+    if x.dim >= x.big.ndim - len(call.big["normalized_shape"]):
+        return [call.mixed("runs along the rows") for _ in call.outs]
+    return [call.rows(x.dim, x.outer, n) for n in range(len(call.outs))]
+
+
+def _lookup(call: RowCall) -> RowState | None:
+    indices = call.operand("indices")
+    return call.rows(indices.dim, indices.outer) if indices and indices.is_cut and len(call.cut) == 1 else None
+
+
 _POINTWISE = frozenset(
     _names(
         "expand to _to_copy copy fill masked_fill native_dropout dropout bernoulli uniform normal exponential random "
@@ -220,6 +288,16 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_names("flip roll"), _along("dims")),
     **dict.fromkeys(_names("split split_with_sizes unbind unsafe_split chunk"), _split),
     **dict.fromkeys(_names("cat stack"), _cat),
+    **dict.fromkeys(_names("mm addmm bmm baddbmm _cdist_forward _euclidean_dist"), _product),
+    **dict.fromkeys(_names("nll_loss_forward nll_loss2d_forward"), _class_losses),
+    **dict.fromkeys(
+        _names("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"),
+        _element_losses,
+    ),
+    **dict.fromkeys(_names("transpose t permute"), _permuted),
+    "select": _selected,
+    "native_layer_norm": _normalization,
+    "embedding": _lookup,
     "slice": _slice,
     "repeat": _repeat,
     "index": _index,
@@ -240,10 +318,15 @@ _CHOOSES = {"nonzero", "masked_select", "repeat_interleave", "unique_consecutive
 _VIEWS = {"select", "slice", "expand", "permute", "transpose", "t", "split", "split_with_sizes", "unbind", "diagonal"}
 
 
-def _users_line() -> str:
+def is_torchs(frame: FrameType) -> bool:
+    """Whether the code is PyTorch's, or this library's."""
+    return frame.f_code.co_filename.startswith(_NOT_USERS)
+
+
+def users_line() -> str:
     """The nearest line that is neither torch's nor this library's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+    while frame is not None and is_torchs(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
@@ -272,7 +355,9 @@ class RowOps:
     calls: list[tuple[str, int, list[torch.Tensor], list[Any]]] = field(default_factory=list)
     origins: dict[int, Any] = field(default_factory=dict)
     entering: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by stage
-    writing: set[int] = field(default_factory=set)  # stages whose modules write in place to what they get
+    writing: set[int] = field(
+        default_factory=set
+    )  # stages whose modules write to what they get, or are gone through backwards
     written_buffers: dict[int, str] = field(default_factory=dict)  # by id: the name
     buffer_writes: list[tuple[str, int, Any]] = field(default_factory=list)  # the number of the op, and the op
     writers: dict[str, int] = field(default_factory=dict)  # of buffers written around gated modules: the stage
@@ -283,7 +368,7 @@ class RowOps:
         self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor], depends: bool, inside: str | None
     ) -> None:
         if outs:
-            where = f"{_users_line()}{f', in {inside!r}' if inside else ''}"
+            where = f"{users_line()}{f', in {inside!r}' if inside else ''}"
             self.ops.append(_Op(func, args, kwargs, tuple(outs), depends, where))
 
     def computes_as(self, other: RowOps) -> bool:
@@ -508,8 +593,9 @@ class RowFlow:
         if all(state.kind == "fixed" for state in states):
             self._fixed[id(one)] = frozenset().union(*(state.needs for state in states))
         for big, small, state in zip(one.outs, other.outs, states):
-            if state.kind == "mixed" and one.depends and not (big.is_floating_point() or big.dtype is torch.bool):
-                state = UNKNOWN.needing(state.needs)  # indices: rows may come back to their places
+            are_indices = one.depends and not (big.is_floating_point() or big.dtype is torch.bool)
+            if state.kind == "mixed" and are_indices and any(v.shape == big.shape for v in tensors[0]):
+                state = UNKNOWN.needing(state.needs)  # of all rows, which may come back to their places
             if id(big) in self._means and id(small) in self._means_of_part:
                 state = self._mean_over_labels(big, small)
             if state.kind == "mixed" and self._each_by_itself:

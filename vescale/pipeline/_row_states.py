@@ -59,7 +59,7 @@ FIXED = RowState("fixed")
 UNKNOWN = RowState("unknown")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operand:
     """A tensor of the batch, and that of a micro-batch; ``dim`` has the micro-batches: ``[outer, micro-batches, ...]``."""
 

@@ -196,17 +196,23 @@ def _agree(
     return not count
 
 
-def changed(leaf: torch.Tensor) -> torch.Tensor:
-    """Each element made smaller by up to a tenth, by its own value: it keeps its sign, and stays in [0, 1]. (Where a loss is
-    zero at the first values of parameters, or stationary, it is not after that.)"""
+CHANGES = (0.1, 0.3, 0.6, 0.9)
+
+
+def changed(leaf: torch.Tensor, most: float) -> torch.Tensor:
+    """Each element made smaller by up to a part, by its own value: it keeps its sign, and stays in [0, 1]. (Where a loss is
+    zero at the first values of parameters, or stationary, it is not after that; and rows that a loss selects by their order
+    are others with each of several changes.)"""
     if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
         return leaf * 1.0  # its local values are no elements
     bounded = leaf / (1 + leaf.abs())
-    return leaf * (1 - 0.1 * (8 * bounded).sin().square())
+    return leaf * (1 - most * (80 * most * bounded).sin().square())
 
 
 class StatisticsOfEach(TorchFunctionMode):
     """In a forward of two micro-batches, batch normalization takes the statistics of each: of that, users are warned."""
+
+    sees_recomputations = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
-from vescale.comm import record, record_comms, requested_by
+from vescale.comm import record, requested_by
 from vescale.compat import no_torch_function, own_part
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
@@ -37,15 +37,17 @@ from vescale.pipeline._batches import (
 )
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
+from vescale.pipeline._gradient_trial import GradientTrial, refused_gradients
 from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
-from vescale.pipeline._row_trial import AGAIN, NOWHERE, TOGETHER, RowTrial, around_call, changed
+from vescale.pipeline._one_by_one import OneByOne
+from vescale.pipeline._row_trial import AGAIN, CHANGES, NOWHERE, TOGETHER, RowTrial, around_call, changed
 from vescale.pipeline._schedule import Action, Schedule, build, releases
 from vescale.pipeline._settings import Settings
-from vescale.pipeline._stage import ModelStage
-from vescale.pipeline._stage_results import Results, as_leaves, mapped, parts_of, seeded, seeds_of, together
+from vescale.pipeline._stage import Backward, ModelStage, backward_of
+from vescale.pipeline._stage_results import Results, as_leaves, cloned, mapped, parts_of, seeded, seeds_of, together
 from vescale.pipeline._stage_run import Apart, StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._step_failures import StepFailures
@@ -121,8 +123,9 @@ class Runner:
         self._kept: list[Results] | None = None  # by micro-batch: what the last stage has for a loss
         self._results: Results | None = None  # of the last stage's modules, which do not run then
         self._seeds: list[dict[tuple[int, int], torch.Tensor]] | None = None
+        self.gradient_trial: GradientTrial | None = None
         self._batch: Mapping[str, Any] = {}
-        self._batches: list[dict[str, Any]] = []
+        self.batches: list[dict[str, Any]] = []
         self._inputs: list[dict[str, Any]] = []  # what of them the model's forward takes
         self._loss: BatchLoss | None = None
         self._whole_values: list[tuple[Origin, torch.Tensor, int | None]] = []
@@ -175,8 +178,7 @@ class Runner:
                 self._ended = {}
                 if known.loss.whole:
                     self._seeds = self._loss_of_all(known)
-                self._resident, self._let_go = set(), self._let_go_in_step
-                self._failures.note()
+                self.let_go_by(self._let_go_in_step)
                 numbers = torch.arange(self.entry.microbatches)
                 self._torch_schedule.step(target=numbers, return_outputs=False)
             finish_gradients(self.model, units=self.entry.reduce == "step")
@@ -211,7 +213,7 @@ class Runner:
                     if known.loss.whole:
                         self._loss_of_all(known)
                     else:
-                        self._forward_only()
+                        OneByOne(self).run()
                 refused = self._end_trial(known)
                 if refused is not None:
                     raise refused
@@ -227,63 +229,6 @@ class Runner:
             yield
         for group in self._gathered:
             group.reshard()
-
-    def _forward_only(self, *, may_fail: bool = False) -> str:
-        """Every stage's forward of every micro-batch; a rank's stages in order, so that nobody waits in a circle.
-
-        With ``may_fail``, a forward that runs out of memory on all ranks of its stage lets those of later stages go on
-        without it. (If some of them wait in a collective, it is an error.) Returns why it has failed here. Communication:
-        one all-reduce for each stage and axis, then.
-        """
-        by_index = {stage.stage_index: stage for stage in self.stages}
-        forwards = [Action(stage, "F", mb) for mb in range(len(self._batches)) for stage in by_index]
-        self._resident, self._let_go = set(), releases(forwards)
-        self._failures.note()
-        pending: list[Any] = []
-        problem, arrives = "", True
-        for stage in self.stages:
-            stage.has_backward = False
-            stage.clear_runtime_states()
-        for index, _, mb in forwards:
-            stage = by_index[index]
-            if index - 1 not in by_index:
-                arrives = not index or self.header(index) is not None
-                _wait(_start(stage.get_fwd_recv_ops(mb)) if arrives else [])
-            if may_fail:
-                arrives = self._first_of_all(int(arrives), self._axes()) == 1
-            with self._failing_together(f"stage {index}", may_fail=may_fail) as failed:
-                made = stage.forward_one_chunk(mb, (), {}) if arrives else []
-            problem, arrives = problem or "".join(failed), arrives and not failed
-            if not arrives:
-                self.tell_header(index + 1, None)
-            elif index + 1 in by_index:
-                by_index[index + 1].set_local_fwd_input(made, mb)
-            else:
-                pending += _start(stage.get_fwd_send_ops(mb))
-        _wait(pending)
-        for stage in self.stages:
-            stage.clear_runtime_states()
-        return problem
-
-    @contextlib.contextmanager
-    def _failing_together(self, what: str, *, may_fail: bool = True) -> Iterator[list[str]]:
-        """Inside, with ``may_fail``, all ranks of a stage may run out of memory; yields why they have. If some of them wait
-        for others, it is an error."""
-        failed: list[str] = []
-        with record_comms() as ledger:
-            try:
-                yield failed
-            except Exception as error:
-                if not may_fail or not _is_out_of_memory(error):
-                    raise
-                failed.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-                where, number = f"{what} in trial {self._num_traces}", len(ledger.records)
-                if not self._failures.all_out_of_memory(where, number, self.mesh):
-                    raise PipelineCallError(
-                        "pipeline: there is not enough memory to run the first two micro-batches together, and other ranks "
-                        f"of the stage wait for this one ({failed[0]}); give more microbatches=, run a first step with "
-                        "shorter rows, or give rows='microbatch' in plan.pipeline(...), with which nothing is tried"
-                    ) from error
 
     def _global_loss(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of the whole batch on every rank, and the count of a callable loss. Communication: one broadcast, for
@@ -334,13 +279,13 @@ class Runner:
             for buffer in self._written:
                 buffer.end_step(self.schedule, self.group)
         finally:
-            self._batch, self._batches, self._inputs, self.states, self._seeds = {}, [], [], {}, None
+            self._batch, self.batches, self._inputs, self.states, self._seeds = {}, [], [], {}, None
             self._written, self._before = [], {}
 
     def _use(self, known: Signature, batch: Mapping[str, Any], parts: list[dict[str, Any]]) -> None:
         """Run forwards of these micro-batches from now on."""
         whole = inputs_of(self.skeleton, batch, self.entry)
-        self._known, self._batch, self._batches = known, batch, parts
+        self._known, self._batch, self.batches = known, batch, parts
         self._inputs = [{name: part[name] for name in whole} for part in parts]
         self.answers = known.answers(whole, self._inputs)
         self._loss = BatchLoss(self.entry, known, batch)
@@ -423,7 +368,7 @@ class Runner:
             "entry",
             "_known",
             "_batch",
-            "_batches",
+            "batches",
             "_inputs",
             "answers",
             "_loss",
@@ -443,20 +388,23 @@ class Runner:
                 setattr(self, name, value)
 
     def _results_of_forwards(self) -> tuple[list[Results], str]:
-        """Run every stage's forward of every micro-batch without gradients, up to the loss, and leave the model as it was.
+        """Run every stage's forward of every micro-batch, up to the loss, and leave the model as it was. Without gradients,
+        if no code of the forward wants to have some: its graph goes with each micro-batch.
         Returns, for each micro-batch, what the last stage has for its loss (nothing on ranks without it); and in a
         trial, why it has failed here."""
-        found: list[Results] = [{} for _ in self._batches]
+        found: list[Results] = [{} for _ in self.batches]
         self._kept = found
+        assert self._known is not None
+        has_backward = torch.is_grad_enabled() and bool(self._known.whole.backward_code)
         try:
-            with torch.no_grad(), self._unchanged():
-                problem = self._forward_only(may_fail=self.is_tried)
+            with torch.set_grad_enabled(has_backward), self.unchanged():
+                problem = OneByOne(self, may_fail=self.is_tried, has_backward=has_backward).run()
         finally:
             self._kept = None
         return found if found[0] and not problem else [], problem
 
     @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> Iterator[None]:
         """What forwards write to the model's attributes and buffers is undone."""
         local = [b.to_local() if isinstance(b, DTensor) else b for b in self.model.buffers()]
         buffers = [(buffer, buffer.clone()) for buffer in local]
@@ -512,9 +460,15 @@ class Runner:
             part = traced_pair(self.skeleton, self.cut, entry, batch, both[0], whole)[1]
         known_of_both = Signature(whole, part, self._new_headers, replace(entry, microbatches=count))
         trial = known.trial = known_of_both.trial = RowTrial(known, known_of_both, self.model)
-        with self._gathering():
+        gradients, wrong = self._new_gradient_trial(whole, trial), 3
+        with self._gathering(), self._trying(gradients):
             with self._using(known_of_both, batch, both, count):
                 results, problem = self._results_of_forwards()
+            if gradients is not None and self.first_of_all(int(not problem)):
+                gradients.is_both = False
+                with self._using(known, batch, parts[:2], entry.microbatches):
+                    _, problem = self._results_of_forwards()
+        with self._gathering():
             if known.loss.needs_modules:
                 results = []
             elif not known.loss.whole and not known_of_both.loss.whole and known.loss.rows is None:
@@ -525,11 +479,15 @@ class Runner:
                 both_of = {n: results[0][n] for n in known.loss.rows}
                 results = [*parts_of(both_of, known.loss.rows, 2), both_of]
             if len(results) == TOGETHER + 1 and not known.loss.whole and not known_of_both.loss.whole:
-                with self._failing_together("the loss") as failed, self._unchanged():
-                    self._try_loss(trial, batch, (parts[:2], both), results)
+                with OneByOne(self, may_fail=True).failing_together("the loss") as failed, self.unchanged():
+                    wrong = min(self._try_loss(trial, batch, (parts[:2], both), results, most) for most in CHANGES)
                 problem = "".join(failed)
         default_generator(self.device).set_state(self._start_state)
-        found = self._first_of_all(0 if problem else 1 if trial.state_counts() else 2 if trial.loss_differs() else 3)
+        found = self.first_of_all(0 if problem else wrong)
+        if found and gradients is not None:
+            refused = self._end_trial(known) or self._refused_gradients(gradients, whole.backward_code)
+            if refused is not None:
+                raise refused
         if found == 0:
             known.trial = None
             self._warn_of_memory(problem)
@@ -544,6 +502,32 @@ class Runner:
                 "the loss of two micro-batches together differs from the sum of their separate losses", entry
             )
 
+    def _new_gradient_trial(self, whole: Trace, trial: RowTrial) -> GradientTrial | None:
+        """If Python runs in the backward."""
+        if not (torch.is_grad_enabled() and whole.backward_code):
+            return None
+        return GradientTrial(self.model, trial, self.cut.num_stages, is_scaled=callable(self.entry.loss))
+
+    @contextlib.contextmanager
+    def _trying(self, gradients: GradientTrial | None) -> Iterator[None]:
+        """Inside, backwards are those of a trial."""
+        if gradients is None:
+            yield
+            return
+        self.gradient_trial = gradients
+        try:
+            with no_sync(self.model), StepHooks(self.model.parameters()).muted():
+                yield
+        finally:
+            self.gradient_trial = None
+
+    def _refused_gradients(self, gradients: GradientTrial, code: Sequence[str]) -> PlanError | None:
+        """What all ranks raise. Communication: one all-reduce for each axis, and two more."""
+        names = list(self.cut.owners)
+        name = gradients.first_difference(self.axes(), self.device)
+        number = self.first_of_all(names.index(name) if name else NOWHERE)
+        return None if number == NOWHERE else refused_gradients(names[number], code, self.entry)
+
     def _warn_of_memory(self, problem: str) -> None:
         """On the first rank."""
         if dist.get_rank() == 0:
@@ -557,8 +541,11 @@ class Runner:
                 stacklevel=6,
             )
 
-    def _try_loss(self, trial: RowTrial, batch: Mapping[str, Any], given: Any, results: list[Results]) -> None:
-        """``given``: the two micro-batches, and both as one."""
+    def _try_loss(
+        self, trial: RowTrial, batch: Mapping[str, Any], given: Any, results: list[Results], most: float
+    ) -> int:
+        """``given``: the two micro-batches, and both as one. Returns 1 if the state of the model counts, 2 if the losses
+        differ, else 3."""
         m = self.entry.microbatches
         for n in (TOGETHER, 0, 1, AGAIN):
             known, parts, count = (trial.apart, given[0], m) if n < TOGETHER else (trial.together, given[1], m / 2)
@@ -567,7 +554,7 @@ class Runner:
             places = sorted(leaves, key=str)  # in one order for all runs
             dims = {place: trial.dims_of(place, self.cut.num_stages) for place in places}
             moved = [(x, dim) for place in dims for x, dim in zip(leaves[place], dims[place]) if dim is not None]
-            others = {id(x): changed(x) for x, _ in moved}
+            others = {id(x): changed(x, most) for x, _ in moved}
 
             def moved_apart(x: torch.Tensor, others: Mapping[int, Any] = others) -> Any:
                 return Apart.apply(others.get(id(x), x))
@@ -575,13 +562,14 @@ class Runner:
             with self._using(known, batch, parts, count):
                 total = self._loss_of(n if n < TOGETHER else 0, mapped(moved_apart, leaves))
                 trial.note_loss(n, total, self._losses[-1][1] if callable(self.entry.loss) else None, moved)
+        return 1 if trial.state_counts() else 2 if trial.loss_differs() else 3
 
     def _end_trial(self, known: Signature) -> PlanError | None:
         """After the forwards that the trial compares with those of two micro-batches together: what all ranks raise."""
         trial, known.trial = known.trial, None
         if trial is None:
             return None
-        place = self._first_of_all(trial.first_difference())
+        place = self.first_of_all(trial.first_difference())
         if place == NOWHERE:
             return None
         default_generator(self.device).set_state(self._start_state)
@@ -589,14 +577,14 @@ class Runner:
             f"the forward computes something across the rows of the batch: {trial.describe(place)}", self.entry
         )
 
-    def _axes(self) -> list[dist.ProcessGroup]:
+    def axes(self) -> list[dist.ProcessGroup]:
         """The groups of the mesh of one stage."""
         return [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
 
-    def _first_of_all(self, place: int, groups: Sequence[dist.ProcessGroup] | None = None) -> int:
+    def first_of_all(self, place: int, groups: Sequence[dist.ProcessGroup] | None = None) -> int:
         """The smallest on any rank. Communication: one all-reduce for each axis."""
         found = torch.tensor(place, dtype=torch.int64, device=self.device)
-        for group in groups if groups is not None else [self.group, *self._axes()]:
+        for group in groups if groups is not None else [self.group, *self.axes()]:
             dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
         return int(found)
 
@@ -623,13 +611,13 @@ class Runner:
         return self._known.headers.returned(stage)
 
     @contextlib.contextmanager
-    def around_backward(self, stage: int, microbatch: int, kind: str) -> Iterator[None]:
+    def around_backward(self, stage: int, microbatch: int, kind: str) -> Iterator[Backward]:
         assert self._known is not None
         self._begin(stage, microbatch, kind)
         rows = MicrobatchRows(self.entry.microbatches, microbatch, self._known.dims)
         with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
-            yield
-            if self.entry.reduce == "microbatch" and kind != "I" and self._syncs:
+            yield backward_of if self.gradient_trial is None else self.gradient_trial.backward
+            if self.entry.reduce == "microbatch" and kind != "I" and self._syncs and self.gradient_trial is None:
                 ended = self._ended.setdefault(microbatch, set())
                 ended.add(stage)
                 reduce_units(self.model, [g for g in unit_groups(self.model) if stage in self._stages_of(g) <= ended])
@@ -642,6 +630,15 @@ class Runner:
 
     def _stages_of(self, group: Any) -> frozenset[int]:
         return stages_of_unit(group.path, self.cut, frozenset(self.schedule.stages_of(self.rank)))
+
+    def let_go_by(self, let_go: dict[Action, tuple[int, ...]]) -> None:
+        """Run by another order of forwards and backwards, in which parameters of stages may go."""
+        self._resident, self._let_go = set(), let_go
+        self._failures.note()
+
+    def have_all_failed(self, what: str, number: int) -> bool:
+        """Whether all ranks of the stage have run out of memory there, after ``number`` collectives."""
+        return self._failures.all_out_of_memory(f"{what} in trial {self._num_traces}", number, self.mesh)
 
     def _begin(self, stage: int, microbatch: int, kind: str) -> None:
         """Let parameters go that no stage needs soon."""
@@ -674,7 +671,7 @@ class Runner:
         run = StageRun(self, known, stage, received, self._values_of(microbatch))
         if known.whole.draws:
             default_generator(self.device).set_state(self._start_state)
-        batch = self._batches[microbatch]
+        batch = self.batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
         self._begin(stage, microbatch, "F")
         is_last = stage == self.cut.num_stages - 1
@@ -691,6 +688,8 @@ class Runner:
         if known.whole.draws and stage not in known.drawn and not run.ends_early:
             known.drawn.add(stage)
             self._check_draws(stage, known)
+        if run.ends_early and self.gradient_trial is not None:
+            return [], self.gradient_trial.begin(results)
         if run.ends_early:
             return [], seeded(results, self._seeds[microbatch]) if self._seeds else ([], None)
         if is_last:
@@ -716,7 +715,8 @@ class Runner:
         if keeps:
             run.ends_early = True
             results = self._kept[microbatch] if self._kept is not None else {}
-            apart = torch.clone if self._kept is not None else Apart.apply  # ops may write to what is kept
+            # Ops may write to what is kept.
+            apart = Apart.apply if self._kept is None else torch.clone if self.gradient_trial else cloned
             with no_torch_function():
                 results[-1] = [apart(x) for x in received or ()]
             if self._kept is not None:
@@ -750,7 +750,7 @@ class Runner:
     def _share(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         """What a micro-batch adds to the loss, which is noted."""
         assert self._loss is not None
-        count: Any = 1.0 / len(self._batches)  # in all 1
+        count: Any = 1.0 / len(self.batches)  # in all 1
         if callable(self.entry.loss):
             total, count = self.entry.loss(out, batch)
         else:
@@ -776,24 +776,7 @@ def _add(earlier: list[tuple[nn.Parameter, torch.Tensor | None]], count: torch.T
             parameter.grad = before
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether the error is of an allocation."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    texts = "out of memory", "can't allocate memory", "not enough memory"
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
-
-
 def _number(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _start(ops: list[dist.P2POp]) -> list[Any]:
-    return dist.batch_isend_irecv(ops) if ops else []
-
-
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()

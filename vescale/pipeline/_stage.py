@@ -225,6 +225,14 @@ def _from_the_inputs(order: Sequence[Node], into: dict[Node, list[Node]]) -> Ite
                 ready.append(before)
 
 
+Backward = Callable[[Sequence[torch.Tensor], Any, Sequence[torch.Tensor]], None]
+"""Gets roots, their gradients, and what the stage has received, whose ``.grad`` there is then."""
+
+
+def backward_of(roots: Sequence[torch.Tensor], gradients: Any, received: Sequence[torch.Tensor]) -> None:
+    torch.autograd.backward(roots, gradients)
+
+
 class StageWork(Protocol):
     """What the stages of a rank have in common: the model, and the batch of the step."""
 
@@ -232,7 +240,7 @@ class StageWork(Protocol):
         """What the stage sends, and where the last stage's backward begins: tensors, and their gradients or None."""
 
     def around_backward(self, stage: int, microbatch: int, kind: str) -> Any:
-        """A context for a backward, or a half of one; ``kind`` is that of its action."""
+        """A context for a backward, or a half of one; ``kind`` is that of its action. Gives a :data:`Backward`."""
 
     def splits_backward(self) -> Callable[[Node], bool] | None:
         """None: gradients of parameters are computed in the first half, too. Else, which nodes compute all in it."""
@@ -378,13 +386,13 @@ class ModelStage(PipelineStage):
         if not roots or not roots[0].requires_grad:
             roots = []
         is_whole = None if full_backward or not roots else self.work.splits_backward()
-        with self.work.around_backward(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
+        with self.work.around_backward(self.stage_index, bwd_chunk_id, "B" if full_backward else "I") as backward:
             if is_whole is not None:
                 halves = self.halves[bwd_chunk_id] = SplitBackward(roots, gradients, leaves, is_whole)
                 del roots
                 halves.inputs()
             elif roots:
-                torch.autograd.backward(roots, gradients)
+                backward(roots, gradients, leaves)
         self.returned[bwd_chunk_id] = [_sent(leaf) for leaf in leaves]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

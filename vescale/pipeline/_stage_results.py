@@ -25,7 +25,7 @@ def together(parts: Sequence[Results], rows: Mapping[int, Sequence[Rows | None]]
         if where is None:
             return leaves[0]
         dim, outer = where
-        whole = [_without_sums(leaf) for leaf in leaves]
+        whole = [without_sums(leaf) for leaf in leaves]
         if outer == 1:
             return torch.cat(whole, dim)
         return torch.cat([leaf.unflatten(dim, (outer, -1)) for leaf in whole], dim + 1).flatten(dim, dim + 1)
@@ -69,6 +69,11 @@ def as_leaves(results: Results) -> Results:
     return mapped(lambda x: x.detach().requires_grad_(), results)
 
 
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its graph."""
+    return tensor.detach().clone()
+
+
 def mapped(change: Callable[[torch.Tensor], Any], results: Results) -> Results:
     """With other tensors of floating-point numbers; what hooks have kept stays."""
     return {
@@ -90,7 +95,7 @@ def seeded(results: Results, seeds: Mapping[tuple[int, int], torch.Tensor]) -> t
     return roots, gradients
 
 
-def _without_sums(leaf: Any) -> Any:
+def without_sums(leaf: Any) -> Any:
     if not isinstance(leaf, DTensor) or not any(p.is_partial() for p in leaf.placements):
         return leaf
     return leaf.redistribute(leaf.device_mesh, [Replicate() if p.is_partial() else p for p in leaf.placements])

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vescale.compat import sizes_depend_on_values
+from vescale.compat import current_autograd_node, sizes_depend_on_values
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
+from vescale.pipeline._backward_code import BackwardCode
 from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, StageEnd, running
@@ -28,7 +29,7 @@ from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
 from vescale.pipeline._label_means import TracedFunctions
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._recipes import Recipes
-from vescale.pipeline._row_flow import RowOps
+from vescale.pipeline._row_flow import RowOps, users_line
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import UnknownResultError, UnknownValueError, refuse_reading, why_unknown
 from vescale.rng import Draw, has_drawn, host_draws_undone
@@ -108,6 +109,13 @@ class Carried:
             entering = self._entering[stage]
             if entering.has(tensor):
                 continue
+            if current_autograd_node() is not None:
+                raise PipelineTraceError(
+                    f"pipeline: the forward takes gradients (torch.autograd.grad) at {users_line()}, in stage {last}, "
+                    f"through modules of stage {made}, whose graph is on another rank; begin the stages so that these "
+                    "modules are all in one stage, or train this model without a pipeline",
+                    self._source,
+                )
             if id(tensor) not in self._origins:
                 raise PipelineTraceError(
                     f"pipeline: {where}, in stage {last}, uses a tensor of shape {tuple(tensor.shape)} that was "
@@ -239,6 +247,7 @@ def trace(
         stack.enter_context(math_attention())
         stack.enter_context(running(recorder))
         stack.enter_context(recorder.functions)
+        stack.enter_context(recorder.backward_code)
         stack.enter_context(recorder.read_calls)
         # Not held by the recorder, which holds all tensors: in a cycle they would live until garbage is searched for.
         stack.enter_context(OuterResults(recorder.note_origin, lambda: recorder.inside is None))
@@ -256,6 +265,7 @@ def trace(
         if loss is not None and output is not None:
             total = loss(output)
         _refuse_host_draws(host_state, entry_source)
+        recorder.backward_code.see_results([*tree_flatten(output)[0], total])
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -286,8 +296,10 @@ def trace(
         tuple(recorder.of_rows),
         recorder.row_ops,
         total,
+        tuple(recorder.backward_code.found),
         num_calls is not None,
     )
+    recorder.backward_code.end()
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
 
@@ -376,7 +388,7 @@ class _Recorder(TorchDispatchMode):
 
         self.recipes, self._batch = Recipes([*given, *others], leaves_of), {**batch, **beside}
         self.row_ops = RowOps([v for v in (*given, *others) if isinstance(v, torch.Tensor)])
-        self.functions = TracedFunctions()
+        self.functions, self.backward_code = TracedFunctions(), BackwardCode(lambda: self.inside)
         self.calls: list[TracedCall] = []
         self.num_calls: int | None = None
         self._given: set[int] = set()  # the memory of the arguments of the gated module that runs
@@ -443,12 +455,13 @@ class _Recorder(TorchDispatchMode):
                 lambda place, n, value: self.note_origin(Origin(None, number, n, place), value),
             ) as hooked:
                 result = proceed(*args, **kwargs)
+            leaves, tree = tree_flatten(result)
+            self.backward_code.see_results(leaves)
         except NotImplementedError:
             self.failed_inside = gate.path
             raise
         finally:
             self.inside, self.arguments = None, frozenset()
-        leaves, tree = tree_flatten(result)
         same = Carried.same_leaves(given, leaves)
         for n, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and n not in same:
@@ -501,6 +514,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         flat, tree = tree_flatten((args, kwargs))
         tensors = [v for v in flat if isinstance(v, torch.Tensor)]
+        if self.backward_code.see_op():
+            self.row_ops.writing.add(self.stage)
         reads_values = func not in SHAPE_ONLY
         depends = reads_values and any(id(t) in self.owners or id(t) in self.values for t in tensors)
         only_here = reads_values and any(id(t) in self.owners or id(t) in self.carried.made for t in tensors)

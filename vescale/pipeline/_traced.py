@@ -172,6 +172,7 @@ class Trace:
         of_rows: texts on what depends on the rows of a batch together.
         row_ops: all ops, in order.
         total: the sum that a callable loss returned.
+        backward_code: texts on what runs Python in the backward.
         is_cut_short: it has ended behind the last call of a gated module, without an output.
     """
 
@@ -189,6 +190,7 @@ class Trace:
     of_rows: Sequence[str]
     row_ops: RowOps
     total: torch.Tensor | None
+    backward_code: Sequence[str]
     is_cut_short: bool = False
 
     def without_values(self) -> Trace:

@@ -10,7 +10,8 @@ collectives inside     their results are saved, unless ``recompute_communication
 its own boundaries,    outside of what runs again: inputs are saved as they have been placed, parameters are gathered for
 and gathers of units   backward as without checkpointing
 random numbers         where they begin in the generators' streams, if any are drawn
-settings of PyTorch    as they are when the forward begins: autocast, the default dtype, kernels of attention, ...
+settings of PyTorch    as they are when the forward begins: autocast, the default dtype, kernels of attention, ...; and modes
+                       of the program
 =====================  ================================================================================================
 
 It is :func:`torch.utils.checkpoint.checkpoint` around the module's own forward, inside of its hooks.
@@ -44,6 +45,7 @@ from vescale.compat import (
     storage_of,
     tensors_in,
 )
+from vescale.compat.autograd import Modes
 from vescale.compat.devices import Settings
 from vescale.compat.model_hooks import CHECKPOINTED_APART
 from vescale.errors import RecomputationError
@@ -422,7 +424,7 @@ class _Call:
         self.has_run = True
         with no_torch_function():
             before = GeneratorStates(self.device_type)
-            self.settings = Settings()
+            self.settings, self.modes = Settings(), Modes()
         (args, kwargs), self._first = self._first, ((), {})
         with self.kept.keeping(), following_writes(), self.work if self.work is not None else contextlib.nullcontext():
             with no_torch_function():
@@ -461,7 +463,14 @@ class _Call:
         budget, owner = self.owner.budget, self.owner
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
         assert self.state is not None
-        with draws, self.settings.again(), self.state.again(), self.kept.taking(), following_writes():
+        with (
+            draws,
+            self.settings.again(),
+            self.modes.again(),
+            self.state.again(),
+            self.kept.taking(),
+            following_writes(),
+        ):
             if budget is None or self.work is None:
                 try:
                     return self._shared(inputs)
