@@ -49,10 +49,7 @@ def pieces(size: int, placement: Any, num_ranks: int) -> list[list[int]]:
         step = placement.size * inner
         blocks = [range(start, start + step, inner) for start in range(0, size, step)]
         parts = [_chunks(block, num_ranks) for block in blocks]
-        return [
-            [row + i for split in parts for row in split[rank] for i in range(inner)]
-            for rank in range(num_ranks)
-        ]
+        return [[row + i for split in parts for row in split[rank] for i in range(inner)] for rank in range(num_ranks)]
     number: int = getattr(placement, "split_factor", None) or getattr(placement, "num_chunks", None) or 1
     groups = _chunks(range(size), number)
     split = [_chunks(group, num_ranks) for group in groups]

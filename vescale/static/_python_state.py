@@ -50,7 +50,7 @@ def _reader(kind: Kind, item: Any) -> Callable[[], Any]:
         and type(held) in (dict, list)
         and (held is not item or not isinstance(kind.read, functools.partial))
     ):
-        return held.copy  # type: ignore[no-any-return]
+        return held.copy
     return functools.partial(kind.read, item)
 
 
