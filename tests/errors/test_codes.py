@@ -140,7 +140,7 @@ def test_messages() -> None:
     assert str(CheckpointError(f"a step: {copy}")) == "a step: gone [VS0900]"
     assert str(NotParallelizedError("this Net")) == "this Net [VS0204]"
     with pytest.raises(AssertionError, match="VS9999"):
-        type("Other", (Coded, ValueError), {"code": "VS9999"})
+        type("Other", (Coded, ValueError), {}, code="VS9999")
 
 
 def bad_path() -> None:

@@ -59,16 +59,12 @@ from vescale.placements import (
 # Reports of ops that have no rule for a placement and gather their operand: one warning a line of code, or an error.
 
 
-class PlacementFallbackWarning(Coded, UserWarning):
+class PlacementFallbackWarning(Coded, UserWarning, code="VS1601"):
     """An op had no rule for a placement, so the whole operand was communicated; correct, but not free."""
 
-    code = "VS1601"
 
-
-class PlacementFallbackError(Coded, RuntimeError):
+class PlacementFallbackError(Coded, RuntimeError, code="VS1601"):
     """The same, in :func:`strict_placements`."""
-
-    code = "VS1601"
 
 
 # Ranks in strict mode, one entry for each open context. Backward may run on another thread and ranks may be threads of one

@@ -289,10 +289,8 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", *_ATTENTION_HEADS)
 _KEY_VALUE = regex.compile(r"(k|v|kv|key|value)(_proj|_linear)?")
 
 
-class HfImportWarning(Coded, UserWarning):
+class HfImportWarning(Coded, UserWarning, code="VS0130"):
     """``Plan.from_hf`` left something out that the model's plan names."""
-
-    code = "VS0130"
 
 
 def add_hf_entries(
