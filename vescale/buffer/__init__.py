@@ -10,19 +10,18 @@ from vescale.errors import BufferMismatchError
 
 if TYPE_CHECKING:
     from vescale.buffer._agreement import check_same_buffers
-    from vescale.buffer._allocation import Allocation, observe_allocations
-    from vescale.buffer._dbuffer import DBuffer, PendingBuffer
+    from vescale.buffer._dbuffer import Allocation, DBuffer, PendingBuffer, observe_allocations
     from vescale.buffer._tensor_group import COLLECTIVE_ALIGNMENT_BYTES, TensorGroup, alignment_in_elements
 
 # Planning needs no torch; these do, and are loaded on first use.
 _WITH_TORCH = {
-    "Allocation": "_allocation",
+    "Allocation": "_dbuffer",
     "COLLECTIVE_ALIGNMENT_BYTES": "_tensor_group",
     "DBuffer": "_dbuffer",
     "PendingBuffer": "_dbuffer",
     "TensorGroup": "_tensor_group",
     "alignment_in_elements": "_tensor_group",
-    "observe_allocations": "_allocation",
+    "observe_allocations": "_dbuffer",
     "check_same_buffers": "_agreement",
 }
 

@@ -3,6 +3,7 @@
 from vescale.checks._backward_graph import ScriptGraph, describe_graphs, follows_graphs
 from vescale.checks._descriptions import (
     RandomStates,
+    TrainedParameters,
     call_site,
     called_by_user,
     describe,
@@ -46,4 +47,3 @@ from vescale.checks._start import (
     watch_optimizers,
 )
 from vescale.checks._steps import LocalPart, StepChecks, check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._trained import TrainedParameters

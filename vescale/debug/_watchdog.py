@@ -23,8 +23,8 @@ import torch.distributed as dist
 from vescale.agreement import PAUSED, wait_limit
 from vescale.comm import Observer, Operation, observe
 from vescale.compat import note, own_connection
-from vescale.debug._job_processes import ProcessIdentity
 from vescale.debug._locations import Place, main_thread_stack, main_thread_waits, place_of_traceback, running_place
+from vescale.debug._stopped_ranks import ProcessIdentity
 from vescale.errors import DebugOptionError
 from vescale.plans import PlanError
 from vescale.runtime import ImplicitCommunicationError

@@ -17,7 +17,7 @@ from vescale.compat import WRAPPER_MODULES
 from vescale.errors import SlowPathError
 from vescale.ir._findings import Findings, merge_repeats, name_list
 from vescale.ir._model_index import ModelIndex, StateTensor
-from vescale.ir._operations import Stage
+from vescale.ir._program import Stage
 from vescale.placements import from_front, shard_dim
 from vescale.plans import (
     ALL,

@@ -26,8 +26,7 @@ from vescale.comm import (
 from vescale.compat import reduce_dtype_of
 from vescale.ir._findings import Findings, name_list
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._operations import Place, Unit
-from vescale.ir._program import Program
+from vescale.ir._program import Place, Program, Unit
 from vescale.ir._resolve import PlannedState, Resolution, shown_name
 from vescale.placements import RaggedShard, local_region, shard_dim
 from vescale.plans import MeshAxes, PrecisionEntry, Source, UnitEntry, placement_text

@@ -7,17 +7,13 @@ placement that is constructed calls.
 # The files of op families: each registers its ops in the registry when it is imported.
 from vescale.ops import (
     attention,
-    batch_norm,
-    concatenation,
     convolution,
     elementwise,
-    embedding,
     factories,
     indexing,
     interleaved,
     losses,
     norms,
-    pooling,
     recurrent,
     reductions,
     slicing,
@@ -51,13 +47,13 @@ from vescale.ops._conversion import (
     wrap_global,
     write_back,
 )
-from vescale.ops._decide import register_rule
 from vescale.ops._install import (
     PlacementFallbackError,
     PlacementFallbackWarning,
     decide_interleaved,
     install,
     misjudged_view,
+    register_rule,
     run_op,
     strict_placements,
     view_of_parts,

@@ -13,13 +13,10 @@ from torch.distributed.tensor import Replicate
 
 from vescale.errors import EntryError, Source, calling_line, did_you_mean
 from vescale.placements import RaggedShard
-from vescale.plans._entries import INIT, RUN, ShardEntry
-from vescale.plans._hf_import import add_hf_entries
+from vescale.plans._entries import INIT, RUN, ShardEntry, Target
+from vescale.plans._hf_import import add_hf_entries, add_parallel_plan
 from vescale.plans._mesh_axes import MeshAxes
-from vescale.plans._parallel_plan_import import add_parallel_plan
-from vescale.plans._path import Target
-from vescale.plans._pipeline_entry import pipeline_entry
-from vescale.plans._plan_entries import ModuleEntries
+from vescale.plans._plan_entries import ModuleEntries, pipeline_entry
 from vescale.plans._yaml_reader import read_plan
 from vescale.plans._yaml_writer import plan_text
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.errors import MissingMeshError, PlanError, Source, YamlPlanError, did_you_mean, kind_of
+from vescale.plans._entries import MAX_EXPRESSION
 from vescale.plans._mesh_axes import MeshAxes
-from vescale.plans._path import MAX_EXPRESSION
 from vescale.plans._placement_text import parse_placement, shown_text
 from vescale.plans._plan_entries import ModuleEntries
 
