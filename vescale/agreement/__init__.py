@@ -16,6 +16,7 @@ from vescale.agreement._round import (
     post,
     post_once,
     posted,
+    ranks_text,
     read_post,
     wait_limit,
 )

@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vescale.buffer._granularity import FFN_WEIGHTS, Elements, GranularityTable, Rows, Tile
-from vescale.buffer._layout import Layout, LocalUnits, ShardSlice
-from vescale.buffer._planner import BufferPlan, Effort, plan_layout
+from vescale.buffer._layout import Layout, ShardSlice
+from vescale.buffer._planner import BufferPlan, plan_layout
 from vescale.errors import BufferMismatchError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vescale.checkpoint._checkpointer import Checkpointer
     from vescale.checkpoint._hf_export import export_hf
     from vescale.checkpoint._hf_load import load_hf
-    from vescale.checkpoint._one_shot import FORMATS, Format, load, open_stored, save
+    from vescale.checkpoint._one_shot import load, open_stored, save
     from vescale.checkpoint._reader import read_tensors
     from vescale.checkpoint._simulated import leave_files_alone
     from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
@@ -24,8 +24,6 @@ _MODULES = {
     "load_hf": "_hf_load",
     "load": "_one_shot",
     "save": "_one_shot",
-    "FORMATS": "_one_shot",
-    "Format": "_one_shot",
     "open_stored": "_one_shot",
     "read_tensors": "_reader",
     "leave_files_alone": "_simulated",

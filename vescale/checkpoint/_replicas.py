@@ -1,4 +1,4 @@
-"""Which of the ranks that hold equal parts of a tensor reads or writes it, and how the others get it."""
+"""Which of the ranks that hold equal parts of a tensor reads or writes it, how the others get it; what ranks agree on."""
 
 from __future__ import annotations
 

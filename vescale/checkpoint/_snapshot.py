@@ -1,4 +1,4 @@
-"""What one save holds: tensors by global name, and plain values; of a rank."""
+"""What one save holds: tensors by global name, states of optimizers among them, and plain values; of a rank."""
 
 from __future__ import annotations
 

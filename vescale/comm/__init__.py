@@ -13,7 +13,6 @@ from vescale.comm._buckets import (
     plan_buckets,
     reduction_cost,
     ring_bytes,
-    ring_seconds,
 )
 from vescale.comm._collectives import (
     MAX_PADDING,

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from vescale.compat.patching import name_of
 
-__all__ = ["OTHER_CHANGES", "OtherChange", "note", "noted"]
-
 
 class OtherChange(NamedTuple):
     """One row.

@@ -4,10 +4,10 @@ from vescale.estimation._bucket_gradients import bucket_shares
 from vescale.estimation._calibrate import calibrate, on_processors, references
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._devices import HOST_KINDS, Curve, Device, Efficiency, device_names, device_of
-from vescale.estimation._estimate import OPTIMIZERS, Estimate, attention_of_gpu, estimate, make_optimizer, routing_of
+from vescale.estimation._estimate import Estimate, attention_of_gpu, estimate, make_optimizer, routing_of
 from vescale.estimation._html import page
 from vescale.estimation._memory_log import Block, Instant, MemoryLog, OpCosts
-from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
+from vescale.estimation._memory_timeline import MemoryTimeline, timeline_of
 from vescale.estimation._prediction import Collective, Prediction, forward_reports, predict
 from vescale.estimation._rank_states import RankMemory
 from vescale.estimation._rehearsal import (
@@ -29,16 +29,7 @@ from vescale.estimation._step_time import (
     record_seconds,
 )
 from vescale.estimation._unfilled import Routing, UnfilledTensors
-from vescale.estimation._variants import (
-    WHAT_IF,
-    batch_axes,
-    hybrid_plan,
-    unit_paths,
-    what_if,
-    zero_plan,
-    zero_table,
-    zero_units,
-)
+from vescale.estimation._variants import batch_axes, hybrid_plan, unit_paths, what_if, zero_plan, zero_table, zero_units
 from vescale.ir import Repeats, repeats_of
 
 __all__ = [

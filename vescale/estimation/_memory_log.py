@@ -1,4 +1,4 @@
-"""``MemoryLog``: which memory is allocated and freed, in the order of a run."""
+"""``MemoryLog``: which memory is allocated and freed, in the order of a run; ``OpCosts``: what its ops cost."""
 
 from __future__ import annotations
 

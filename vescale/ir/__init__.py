@@ -6,13 +6,12 @@ from vescale.ir._followed_forward import FlowMode
 from vescale.ir._forward_state import ForwardState, KnownState, WatchedForward, state_unchanged
 from vescale.ir._lower import check, lower
 from vescale.ir._model_copy import copy_model, dtype_of_input, example_inputs, hf_inputs, random_inputs, skeleton_of
-from vescale.ir._new_plan import Coverage, NewPlan, coverage, new_plan
-from vescale.ir._packed_weights import Packing, packed_dims
-from vescale.ir._placement_checks import UnevenCut, refuse_part_of_replicas, uneven_cuts, uneven_inputs
+from vescale.ir._new_plan import NewPlan, coverage, new_plan
+from vescale.ir._packed_weights import packed_dims
+from vescale.ir._placement_checks import refuse_part_of_replicas, uneven_cuts, uneven_inputs
 from vescale.ir._program import (
     Annotate,
     Attention,
-    Change,
     Checkpoint,
     Factory,
     Hook,
@@ -22,9 +21,7 @@ from vescale.ir._program import (
     Place,
     Precision,
     Program,
-    ProgramDiff,
     Redistribute,
-    Stage,
     Unit,
     Wrap,
 )

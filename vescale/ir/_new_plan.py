@@ -24,11 +24,9 @@ from vescale.ir._lower import check
 from vescale.ir._model_copy import copy_model, example_inputs
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._resolve import resolve
-from vescale.placements import InterleavedShard, RaggedShard
+from vescale.placements import InterleavedShard
 from vescale.plans import (
     BATCHED_INPUTS,
-    INIT,
-    RUN,
     MeshAxes,
     Plan,
     Source,
@@ -678,17 +676,9 @@ def _written(
         for path in expressions([path for cut in alike for path in cut.experts], index.modules):
             plan.local(path, kind="experts", dispatch="mask", source=_SOURCE)
     if zero:
-        plan.shard(".*", {each: RaggedShard() for each in data}, phase=INIT, source=_SOURCE)
-        plan.shard(".*", {each: Replicate() for each in data}, phase=RUN, source=_SOURCE)
+        units = _units(index) if zero < 3 else ()
+        plan.zero(zero, axis=data, units=units, source=_SOURCE)  # type: ignore[arg-type]  # checked in new_plan
         plan.comments[".*"] = _ZERO[zero]
-        if zero < 3:
-            for path in _units(index):
-                plan.unit(
-                    path,
-                    reshard_after_forward=False,
-                    reshard_after_backward=None if zero == 2 else False,
-                    source=_SOURCE,
-                )
     return plan
 
 

@@ -1,4 +1,4 @@
-"""``Program``: what a plan does to a model, as an ordered tuple of frozen instructions."""
+"""``Program``: what a plan does to a model, as an ordered tuple of frozen instructions, each with its operation."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.buffer import Layout, TensorGroup
 from vescale.comm import (
     DEFAULT_BUCKET_BYTES,
-    BucketBytes,
     ReductionCost,
     bucket_limits,
     link_of,
@@ -550,16 +549,11 @@ class PredictedBucket:
         return (scattered, ("all_reduce", others, rest)) if others else (scattered,)
 
 
-def predict_buckets(
-    gradients: Sequence[PartialGradient],
-    axes: MeshAxes,
-    bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES,
-    device_type: str = "cpu",
-) -> tuple[PredictedBucket, ...]:
+def predict_buckets(gradients: Sequence[PartialGradient], axes: MeshAxes) -> tuple[PredictedBucket, ...]:
     """The buckets of ``gradients``, given in the order in which they get ready."""
-    link = link_of(device_type)
+    link = link_of("cpu")
     num_ranks = [math.prod(axes.size(axis) for axis in gradient.axes) for gradient in gradients]
-    limits = bucket_limits(bucket_bytes, max(num_ranks, default=1), link)
+    limits = bucket_limits(DEFAULT_BUCKET_BYTES, max(num_ranks, default=1), link)
     found = []
     for indices in plan_buckets([((g.axes, g.dtype, g.scatter), g.num_bytes) for g in gradients], limits):
         first, num_bytes = gradients[indices[0]], sum(gradients[index].num_bytes for index in indices)

@@ -30,11 +30,10 @@ from vescale.ops._boundary_copies import (
     require_current,
     settling,
 )
-from vescale.ops._call import Decision, OpCall, Rule
+from vescale.ops._call import Decision, OpCall
 from vescale.ops._conversion import (
     PreparedConversion,
     bring,
-    bring_with_gradient,
     convert,
     cut,
     enter_local,
@@ -59,18 +58,8 @@ from vescale.ops._install import (
     view_of_parts,
 )
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
-from vescale.ops._registry import (
-    OpContext,
-    OpEntry,
-    OpFamily,
-    When,
-    entries,
-    families,
-    register,
-    register_aten,
-    register_family,
-)
-from vescale.ops._ring_attention import Meeting, RingSchedule, Runs, meetings
+from vescale.ops._registry import OpContext, OpEntry, When, entries, families, register, register_family
+from vescale.ops._ring_attention import RingSchedule, meetings
 from vescale.ops._sparse import is_sparse, multiply_sparse
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.attention import ROWS, AttentionWork, attend_to_prefixes, sequence_axes

@@ -1,4 +1,4 @@
-"""``x[index]`` and ``x[index] = value`` on DTensors, with Python lists and numpy arrays among the indices."""
+"""``x[index]`` and ``x[index] = value`` on DTensors, with Python lists and numpy arrays among the indices; embeddings."""
 
 from __future__ import annotations
 

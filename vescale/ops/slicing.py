@@ -1,4 +1,4 @@
-"""``slice``, ``select``, ``split``, ``unbind`` and their gradients."""
+"""``slice``, ``select``, ``split``, ``unbind`` and their gradients; ``cat``."""
 
 from __future__ import annotations
 

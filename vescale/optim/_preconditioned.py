@@ -1,4 +1,4 @@
-"""``PreconditionedOptimizer``: what Shampoo and SOAP have in common."""
+"""``Shampoo`` and ``SOAP``, and ``PreconditionedOptimizer``, what they have in common."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from vescale.compat import extend_entry
 from vescale.placements._checkpoint import allow_safe_load
 from vescale.placements._custom_placement import CustomPlacement, has_custom
-from vescale.placements._exchange_plan import Exchange, Piece, plan_exchange, unpack
+from vescale.placements._exchange_plan import Piece, plan_exchange, unpack
 from vescale.placements._flattened import FlattenedShard
 from vescale.placements._hooks import dtensor_hooks
 from vescale.placements._interleaved import InterleavedShard

@@ -315,16 +315,21 @@ def contribution_factors(step: Step, mesh_shape: Sequence[int], coordinate: Sequ
     return tuple(factors)
 
 
-# Redistribution of local tensors: which collective each change of placement runs. =========================
-# ============================================================================================ on an axis what is done
-# ========================= ============================================================================================
-# ``Partial -> sharded`` reduce-scatter: ``(n-1)/n`` of the tensor is sent (all-reduce when another axis stays ragged)
-# ``Partial -> Replicate`` all-reduce ``Partial -> other op`` not defined: ValueError sharded/Replicate -> any one
-# exchange over all axes whose owners change: an all-gather where everyone receives everything, else an all-to-all that
-# moves only the elements that change owner; nothing where no element does ``Replicate -> sharded`` local copy ``any ->
-# Partial`` local: sharded data is embedded in the neutral element, replicated data stays on the first rank of the axis
-# (sum) or on all (avg, max, min) =========================
-# ============================================================================================
+# Redistribution of local tensors: which collective each change of placement runs.
+#
+# =========================  ============================================================================================
+# on an axis                 what is done
+# =========================  ============================================================================================
+# ``Partial -> sharded``     reduce-scatter: ``(n-1)/n`` of the tensor is sent (all-reduce when another axis stays ragged)
+# ``Partial -> Replicate``   all-reduce
+# ``Partial -> other op``    not defined: ValueError
+# sharded/Replicate -> any   one exchange over all axes whose owners change: an all-gather where everyone receives
+#                            everything, else an all-to-all that moves only the elements that change owner; nothing
+#                            where no element does
+# ``Replicate -> sharded``   local copy
+# ``any -> Partial``         local: sharded data is embedded in the neutral element, replicated data stays on the first
+#                            rank of the axis (sum) or on all (avg, max, min)
+# =========================  ============================================================================================
 
 
 @keeps_result

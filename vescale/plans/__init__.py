@@ -38,7 +38,6 @@ from vescale.plans._mesh_axes import MeshAxes, axis_sizes
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan
 from vescale.plans._plan_entries import PIPELINE_SCHEDULES, PipelineEntry, with_pipeline
-from vescale.plans._yaml_reader import Document, YamlLimits, load_yaml
 from vescale.plans._yaml_writer import plan_text
 
 __all__ = [

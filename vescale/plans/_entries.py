@@ -1,4 +1,4 @@
-"""The entries of a plan: frozen values, in the order they were written."""
+"""The entries of a plan: frozen values, in the order they were written; and the grammar of their paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Plan.from_hf``: the parallel plan that a Hugging Face model carries, as an ordinary :class:`Plan`."""
+"""``Plan.from_hf`` and ``Plan.from_model``: the parallel plan that a model carries, as an ordinary :class:`Plan`."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from vescale.placements import RaggedShard
 from vescale.plans._entries import INIT, RUN, ShardEntry, Target
 from vescale.plans._hf_import import add_hf_entries, add_parallel_plan
 from vescale.plans._mesh_axes import MeshAxes
-from vescale.plans._plan_entries import ModuleEntries, pipeline_entry
+from vescale.plans._plan_entries import PlanEntries, pipeline_entry
 from vescale.plans._yaml_reader import read_plan
 from vescale.plans._yaml_writer import plan_text
 
 
-class Plan(ModuleEntries):
+class Plan(PlanEntries):
     """An ordered list of entries over the axes of a mesh, independent of any model.
 
     ::

@@ -1,4 +1,4 @@
-"""``PlanEntries``: the methods that write entries, each checked on its own."""
+"""``PlanEntries``: the methods that write entries, each checked on its own; ``PipelineEntry``, of which a plan has one."""
 
 from __future__ import annotations
 
@@ -658,12 +658,7 @@ class PlanEntries:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._axes}; {len(self._entries)} entries)"
 
-
-# ``ModuleEntries``: the entries of a plan that say how modules compute, and not where tensors are.
-
-
-class ModuleEntries(PlanEntries):
-    """Adds them, as :class:`PlanEntries` adds those of tensors."""
+    # Entries that say how modules compute, and not where tensors are.
 
     def precision(
         self,

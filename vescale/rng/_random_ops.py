@@ -1,4 +1,4 @@
-"""The in-place random ops of ATen, and the rules by which they draw on the CPU."""
+"""The in-place random ops of ATen, the rules by which they draw on the CPU, and ``Fill``: one that is asked for."""
 
 from __future__ import annotations
 

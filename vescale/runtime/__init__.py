@@ -4,7 +4,11 @@ from vescale.runtime._activation import Activation, Frame, current_activation, i
 from vescale.runtime._checkpointed_forward import CheckpointedForward, recomputed_modules
 from vescale.runtime._foreign_tools import refuse_wrapped
 from vescale.runtime._handlers import install_handlers
-from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
+from vescale.runtime._implicit_site import (
+    ImplicitCommunicationError,
+    ImplicitCommunicationWarning,
+    one_placement_text,
+)
 from vescale.runtime._init_mesh import init_mesh, shard_batch
 from vescale.runtime._install import (
     finish_gradients,
@@ -23,7 +27,7 @@ from vescale.runtime._placing import Placing, Stages, write_back
 from vescale.runtime._plan_units import kept_gathered, reduce_units, unit_groups
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._saved_report import SavedReport, report
+from vescale.runtime._saved_report import report
 
 __all__ = [
     "ImplicitCommunicationError",

@@ -1,4 +1,4 @@
-"""Adapters that PEFT adds to a model that is parallelized already.
+"""``save_pretrained`` of a parallelized model, and adapters that PEFT adds to one.
 
 PEFT takes the shape of an adapter from its base layer's weight, and for a DTensor from the local one, because with Hugging
 Face's tensor parallelism a module computes on its shard. Here modules compute what one device does. So while PEFT makes an

@@ -1,4 +1,4 @@
-"""Local regions: a module whose forward runs on plain local tensors."""
+"""Local regions: a module whose forward runs on plain local tensors; experts among them."""
 
 from __future__ import annotations
 
@@ -282,16 +282,21 @@ def counted(module: nn.Module, names: Sequence[str], count: int) -> Iterator[Non
             setattr(module, name, value)
 
 
-# Rows of tokens to the ranks that have their experts, and back: an uneven all-to-all each way, with gradients. A token
-# goes once to every rank that has one of its experts, and to no other; what a rank's experts make of it comes back as
-# one row. There is no capacity: whatever is routed is moved, and nothing else. =============
-# =================================================== ===================================================== function
-# forward gradient ============= ===================================================
-# ===================================================== ``plan`` an all-gather of how many rows each rank sends to each
-# other: ``n`` integers a rank ``dispatch`` rows of several tensors in one all-to-all those of floating-point ones, in
-# one all-to-all back ``combine`` one all-to-all back one all-to-all =============
-# =================================================== ===================================================== Every rank
-# of the group calls each of them, also with no row to send or to receive.
+# Rows of tokens to the ranks that have their experts, and back: an uneven all-to-all each way, with gradients.
+#
+# A token goes once to every rank that has one of its experts, and to no other; what a rank's experts make of it comes
+# back as one row. There is no capacity: whatever is routed is moved, and nothing else.
+#
+# =============  ===================================================  =====================================================
+# function       forward                                              gradient
+# =============  ===================================================  =====================================================
+# ``plan``       an all-gather of how many rows each rank sends to
+#                each other: ``n`` integers a rank
+# ``dispatch``   rows of several tensors in one all-to-all            those of floating-point ones, in one all-to-all back
+# ``combine``    one all-to-all back                                  one all-to-all
+# =============  ===================================================  =====================================================
+#
+# Every rank of the group calls each of them, also with no row to send or to receive.
 
 
 @dataclass(frozen=True)

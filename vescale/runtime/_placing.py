@@ -1,4 +1,4 @@
-"""``Placing``: one instruction, carried out on the tensors in an input or an output of a module."""
+"""``Placing``: one instruction, carried out on the tensors in an input or an output of a module; and writes to these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recorded step consists of: tensors, calls of torch functions, what entries of the plan place."""
+"""What a recorded step consists of: tensors, calls of torch functions and their ops, what entries of the plan place."""
 
 from __future__ import annotations
 
