@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -227,7 +227,7 @@ class Checkpoint:
         return f"checkpoint({self.policy.text()}{limit})"
 
 
-Op = Place | Precision | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit | Checkpoint
+Op = Place | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit | Precision | Checkpoint
 
 
 def part_sizes(size: int, *num_ranks: int) -> tuple[int, ...]:
@@ -343,18 +343,6 @@ class ProgramDiff:
         return data
 
 
-def diff_instructions(
-    axes: MeshAxes, instructions: Sequence[Instruction], other_axes: MeshAxes, others: Sequence[Instruction]
-) -> ProgramDiff:
-    """See :meth:`vescale.ir.Program.diff`. The order of instructions matters only among those of one place."""
-    old, new = _by_place(instructions), _by_place(others)
-    changes = []
-    for place in dict.fromkeys((*old, *new)):
-        pairs = list(zip_longest(old.get(place, ()), new.get(place, ())))
-        changes += [Change(one, other) for one, other in pairs if not _same(one, other, axes, other_axes)]
-    return ProgramDiff(axes, other_axes, tuple(changes))
-
-
 def _same(one: Instruction | None, other: Instruction | None, axes: MeshAxes, other_axes: MeshAxes) -> bool:
     """The same on the axes' names, whatever their sizes and order."""
     if one is None or other is None:
@@ -372,42 +360,9 @@ def _by_place(instructions: Sequence[Instruction]) -> dict[_Place, list[Instruct
 # Programs as JSON text and back.
 
 _VERSION = 1
-_KINDS: dict[str, type[Op]] = {
-    "place": Place,
-    "wrap": Wrap,
-    "redistribute": Redistribute,
-    "annotate": Annotate,
-    "factory": Factory,
-    "attention": Attention,
-    "local": Local,
-    "unit": Unit,
-    "precision": Precision,
-    "checkpoint": Checkpoint,
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KINDS: dict[str, type[Op]] = {kind.__name__.lower(): kind for kind in get_args(Op)}
 # Fields of instructions that hold one placement for each axis.
 _STAGES = {"placements", "src", "dst", "grad_src", "grad_dst", "inputs", "outputs"}
-
-
-def instructions_to_json(axes: MeshAxes, instructions: Sequence[Instruction]) -> str:
-    """See :meth:`vescale.ir.Program.to_json`."""
-    lines = [json.dumps(_instruction(i, axes), separators=(", ", ": ")) for i in instructions]
-    mesh = json.dumps(dict(zip(axes.names, axes.sizes)))
-    body = ",\n".join(f"    {line}" for line in lines)
-    return f'{{\n  "version": {_VERSION},\n  "mesh": {mesh},\n  "instructions": [\n{body}\n  ]\n}}\n'
-
-
-def instructions_from_json(text: str) -> tuple[MeshAxes, tuple[Instruction, ...]]:
-    """See :meth:`vescale.ir.Program.from_json`."""
-    try:
-        data = json.loads(text)
-        if data["version"] != _VERSION:
-            raise ProgramTextError(f"version {data['version']!r}; this release reads version {_VERSION}")
-        axes = MeshAxes.of({str(name): size for name, size in data["mesh"].items()})
-        return axes, tuple(_read_instruction(item, axes) for item in data["instructions"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ProgramTextError(f"not a program: {detail}; expected the text of Program.to_json()") from None
 
 
 def _instruction(instruction: Instruction, axes: MeshAxes) -> dict[str, Any]:
@@ -424,7 +379,7 @@ def _instruction(instruction: Instruction, axes: MeshAxes) -> dict[str, Any]:
 
 
 def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": _NAMES[type(op)]}
+    data: dict[str, Any] = {"name": type(op).__name__.lower()}
     for own in fields(op):
         value = getattr(op, own.name)
         if isinstance(value, MixedPrecisionPolicy):
@@ -558,7 +513,10 @@ class Program:
 
     def to_json(self) -> str:
         """The program as JSON text, with the plan's lines; :meth:`from_json` reads it back equal."""
-        return instructions_to_json(self.axes, self.instructions)
+        lines = [json.dumps(_instruction(i, self.axes), separators=(", ", ": ")) for i in self.instructions]
+        mesh = json.dumps(dict(zip(self.axes.names, self.axes.sizes)))
+        body = ",\n".join(f"    {line}" for line in lines)
+        return f'{{\n  "version": {_VERSION},\n  "mesh": {mesh},\n  "instructions": [\n{body}\n  ]\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Program:
@@ -567,11 +525,24 @@ class Program:
         Args:
             text: what :meth:`to_json` returned.
         """
-        return cls(*instructions_from_json(text))
+        try:
+            data = json.loads(text)
+            if data["version"] != _VERSION:
+                raise ProgramTextError(f"version {data['version']!r}; this release reads version {_VERSION}")
+            axes = MeshAxes.of({str(name): size for name, size in data["mesh"].items()})
+            return cls(axes, tuple(_read_instruction(item, axes) for item in data["instructions"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ProgramTextError(f"not a program: {detail}; expected the text of Program.to_json()") from None
 
     def diff(self, other: Program) -> ProgramDiff:
         """What ``other`` does differently; false when nothing, ``str()`` of it for people."""
-        return diff_instructions(self.axes, self.instructions, other.axes, other.instructions)
+        old, new = _by_place(self.instructions), _by_place(other.instructions)
+        changes = []
+        for place in dict.fromkeys((*old, *new)):  # the order of instructions matters only among those of one place
+            pairs = list(zip_longest(old.get(place, ()), new.get(place, ())))
+            changes += [Change(a, b) for a, b in pairs if not _same(a, b, self.axes, other.axes)]
+        return ProgramDiff(self.axes, other.axes, tuple(changes))
 
     def digest(self) -> str:
         """SHA-256 of the mesh and the text: equal on two ranks exactly when they would do the same."""

@@ -520,7 +520,7 @@ _DERIVATIVES = frozenset(
 _UNRULED = names("elu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish softplus softshrink")
 
 
-def derivative_of_sum(schema: Any, stock: OutputSharding) -> OutputSharding | None:
+def derivative_of_sum(schema: Any, sharding: OutputSharding) -> OutputSharding | None:
     """The placements of the derivative of an activation function for a gradient that is a pending sum: it is one, too, if
     the other operands are replicated. None for other calls and other placements of the operands."""
     grad = schema.args_schema[0]
@@ -531,7 +531,7 @@ def derivative_of_sum(schema: Any, stock: OutputSharding) -> OutputSharding | No
         linear = is_pending(own, "sum", "avg")
         if any(spec.placements[axis] != (Replicate() if linear else own) for spec in others):
             return None
-    result: Any = stock.output_spec
+    result: Any = sharding.output_spec
     return OutputSharding(DTensorSpec(grad.mesh, grad.placements, tensor_meta=result.tensor_meta))
 
 
