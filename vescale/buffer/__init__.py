@@ -14,16 +14,12 @@ if TYPE_CHECKING:
     from vescale.buffer._tensor_group import COLLECTIVE_ALIGNMENT_BYTES, TensorGroup, alignment_in_elements
 
 # Planning needs no torch; these do, and are loaded on first use.
-_WITH_TORCH = {
-    "Allocation": "_dbuffer",
-    "COLLECTIVE_ALIGNMENT_BYTES": "_tensor_group",
-    "DBuffer": "_dbuffer",
-    "PendingBuffer": "_dbuffer",
-    "TensorGroup": "_tensor_group",
-    "alignment_in_elements": "_tensor_group",
-    "observe_allocations": "_dbuffer",
-    "check_same_buffers": "_agreement",
+_FILES = {
+    "_dbuffer": "Allocation DBuffer PendingBuffer observe_allocations",
+    "_tensor_group": "COLLECTIVE_ALIGNMENT_BYTES TensorGroup alignment_in_elements",
+    "_agreement": "check_same_buffers",
 }
+_WITH_TORCH = {name: file for file, names in _FILES.items() for name in names.split()}
 
 __all__ = [
     "FFN_WEIGHTS",

@@ -292,7 +292,10 @@ class _Selectors:
 
     def _problem(self, text: str, entry: CheckpointEntry) -> str:
         where, op = split_selector(text)
-        modules = self._modules[id(entry), where] if where is not None else tuple(self._of_entry(entry))
+        if where is not None:
+            modules = self._modules[id(entry), where]
+        else:
+            modules = self._matcher.modules(entry.path, "checkpoint", entry.source)
         seen: Counter[str] = Counter()
         for module in modules:
             seen.update(self._meta_ops().below(module) or {})
@@ -301,9 +304,6 @@ class _Selectors:
             f"checkpoint '{entry.path}': no op of a forward on meta tensors is {text!r}; expected one of {shown}"
             f"{did_you_mean(op, seen)}"
         )
-
-    def _of_entry(self, entry: CheckpointEntry) -> tuple[str, ...]:
-        return self._matcher.modules(entry.path, "checkpoint", entry.source)
 
     def _matching(self, where: str, entry: CheckpointEntry) -> tuple[str, ...]:
         key = (id(entry), where)

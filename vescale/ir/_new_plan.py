@@ -116,11 +116,9 @@ class _Chooser:
         shape = self._shape(heads[0].weight)
         own = self.trace.groups.of(heads[0].weight)
         outside = bool(own.whole) or not own.consumers
-        fits = heads[0].inputs == {None} or not any(self._ends_pair(head) for head in heads)
+        pairs = [group for group in self.trace.groups if not group.whole]
+        fits = heads[0].inputs == {None} or not any(head in group.consumers for group in pairs for head in heads)
         return outside and fits and all(h.is_layer and shape[h.out_dim] in sizes for h in heads)
-
-    def _ends_pair(self, product: Product) -> bool:
-        return any(product in g.consumers and not g.whole for g in self.trace.groups)
 
     def _cut_vocabulary(self, weight: str, products: list[Product]) -> None:
         tied = len({p.in_dim < 0 for p in products}) > 1

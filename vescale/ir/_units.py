@@ -98,7 +98,8 @@ def find_units(
     """The units of the parameters that rest sharded, in one cut over one axis or several, and run replicated there; mistakes
     become findings."""
     explicit = resolution.units
-    paths = {**dict.fromkeys(("", *_inferred(index, explicit))), **explicit}
+    inferred = [path for path in repeated_blocks(index) if explicit.keys().isdisjoint(enclosing(path))]
+    paths = {**dict.fromkeys(("", *inferred)), **explicit}
     replicas = _input_axes(resolution)
     found: dict[tuple[str, tuple[str, ...], tuple[str, ...], PrecisionEntry | None], list[str]] = {}
     for name, planned in resolution.states.items():
@@ -166,11 +167,6 @@ def _blocks(container: nn.Module) -> set[str]:
         if any(True for _ in child.children()) or not type(child).__module__.startswith("torch.nn.")
     }
     return {name for name, child in children if type(child) in composed and kinds.count(type(child)) > 1}
-
-
-def _inferred(index: ModelIndex, explicit: dict[str, UnitEntry]) -> list[str]:
-    """Repeated blocks that are not inside of a unit of the plan."""
-    return [path for path in repeated_blocks(index) if not any(around in explicit for around in enclosing(path))]
 
 
 def _input_axes(resolution: Resolution) -> set[str]:

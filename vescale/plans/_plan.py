@@ -151,26 +151,12 @@ class Plan(PlanEntries):
 
         See docs/pipeline.md. Returns the plan.
         """
-        source = source or calling_line()
+        given = {name: value for name, value in locals().items() if name not in ("self", "axis")}
+        given |= {"mesh": mesh if axis is None else axis, "source": source or calling_line()}
         if self._pipeline is not None:
-            raise EntryError(f"pipeline: the plan already has one, from {self._pipeline.source}; keep one", source)
-        self._pipeline = pipeline_entry(
-            self.axes,
-            split_before=split_before,
-            stages=stages,
-            balance=balance,
-            mesh=mesh if axis is None else axis,
-            schedule=schedule,
-            microbatches=microbatches,
-            loss=loss,
-            reduce=reduce,
-            rows=rows,
-            stages_per_rank=stages_per_rank,
-            costs=costs,
-            memory_gib=memory_gib,
-            microbatch_shape=microbatch_shape,
-            source=source,
-        )
+            problem = f"pipeline: the plan already has one, from {self._pipeline.source}; keep one"
+            raise EntryError(problem, given["source"])
+        self._pipeline = pipeline_entry(self.axes, **given)
         return self
 
     @classmethod
