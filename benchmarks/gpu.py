@@ -58,9 +58,8 @@ from vescale import csrc, rng
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _cuda_engine, _engine
-from vescale.rng._random_ops import Fill
 from vescale.rng._philox import Launch, PhiloxRule, PhiloxState
-from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._random_ops import DROPOUT_MASK, Fill, RandomOp
 
 SEED = 2**40 + 17
 BOUNDS = {"Shard(0)": 0.9, "Shard(1)": 0.7}
