@@ -57,10 +57,9 @@ from tests.rng.emulated_gpu import EmulatedGpu
 from vescale import csrc, rng
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cuda_engine, _cuda_kernel, _engine
-from vescale.rng._fill_request import Fill
+from vescale.rng import _cuda_engine, _engine
 from vescale.rng._philox import Launch, PhiloxRule, PhiloxState
-from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._random_ops import DROPOUT_MASK, Fill, RandomOp
 
 SEED = 2**40 + 17
 BOUNDS = {"Shard(0)": 0.9, "Shard(1)": 0.7}
@@ -75,7 +74,7 @@ class Real:
         self.name = torch.cuda.get_device_name()
 
     def compile(self) -> None:
-        _cuda_kernel.build(_cuda_kernel.Kind(0, 4, 4, 0, 0, 0, 1))
+        _cuda_engine.build(_cuda_engine.Kind(0, 4, 4, 0, 0, 0, 1))
 
     def native(self, op: RandomOp, out: torch.Tensor, parameter: torch.Tensor | None) -> Any:
         generator = torch.Generator(self.where).manual_seed(SEED)

@@ -43,9 +43,8 @@ from vescale import csrc, rng
 from vescale.placements import local_region
 from vescale.rng import _mt19937 as _mt19937_jump
 from vescale.rng._cpu_engine import fill_region
-from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
-from vescale.rng._random_ops import RandomOp
+from vescale.rng._random_ops import Fill, RandomOp
 
 SIZE, RANKS = 4096, 4
 OPS = {

@@ -133,7 +133,7 @@ STANDARD_USES = {
     "vescale/rng/_enable.py": {"words"},
     "vescale/rng/_random_ops.py": {"words"},  # 32-bit outputs of a generator
     "vescale/rng/_philox.py": {"words", "lane", "lanes"},  # positions in a block of Philox
-    "vescale/rng/_cuda_kernel.py": {"words", "lanes"},
+    "vescale/rng/_cuda_engine.py": {"words", "lanes"},
     "docs/internals/rng.md": {"words"},
     "vescale/cli/_env.py": {"words"},  # of textwrap
     "vescale/cli/_zoo.py": {"words"},
@@ -319,7 +319,6 @@ NAMES_A_DEVICE = {
     "compat/needed_names.py": "private names of torch that the kernels need",
     "compat/cuda_kernels.py": "kernels of random numbers",
     "rng/_cuda_engine.py": "kernels of random numbers",
-    "rng/_cuda_kernel.py": "kernels of random numbers",
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.agreement.test_round import CountingStore
 from tests.ranks import RankPools
 from vescale import Plan, parallelize
-from vescale.agreement import _store
+from vescale.agreement import _round
 from vescale.checkpoint import Checkpointer
 from vescale.fsdp import fully_shard
 
@@ -49,7 +49,7 @@ def requests(folder: str) -> dict[str, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("default_store", "own_connection"):
-            patch.setattr(_store, name, counted(getattr(_store, name)))
+            patch.setattr(_round, name, counted(getattr(_round, name)))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         counting.clear()
         parallelize(nn.Linear(4, 4), Plan(mesh))

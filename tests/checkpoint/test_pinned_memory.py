@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vescale.checkpoint import _writer
+from vescale.checkpoint import _rank_file
 
 MIB = 2**20
 
@@ -12,9 +12,9 @@ MIB = 2**20
 def test_what_is_pinned_is_unpinned_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a save needs more, and where the writer is closed; then it can begin anew."""
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(_writer, "pin", lambda image: calls.append(("pin", image.nbytes)) or True)
-    monkeypatch.setattr(_writer, "unpin", lambda image: calls.append(("unpin", image.nbytes)))
-    writer = _writer.Writer()
+    monkeypatch.setattr(_rank_file, "pin", lambda image: calls.append(("pin", image.nbytes)) or True)
+    monkeypatch.setattr(_rank_file, "unpin", lambda image: calls.append(("unpin", image.nbytes)))
+    writer = _rank_file.Writer()
     for num_bytes in (1, MIB, 5 * MIB):
         assert writer.image(num_bytes).nbytes >= num_bytes
     writer.close()

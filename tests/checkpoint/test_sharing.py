@@ -23,7 +23,7 @@ from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.agreement import Round
 from vescale.agreement import _round as agreement_round
-from vescale.agreement import _store as agreement_store
+from vescale.agreement import _round as agreement_store
 from vescale.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -35,8 +35,8 @@ from vescale.checkpoint import (
     save,
     verify,
 )
-from vescale.checkpoint import _gathering as gathering
 from vescale.checkpoint import _reader as reader
+from vescale.checkpoint import _replicas as gathering
 from vescale.errors import ConsensusError, ContentMismatchError, LateRanksWarning, NoSuchStepError, UnsavableError
 from vescale.fsdp import fully_shard
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements

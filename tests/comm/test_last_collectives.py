@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from vescale.comm import _last_collectives
+from vescale.comm import _ledger
 
 _SET_NAME = 15  # of prctl
 
@@ -32,7 +32,7 @@ def test_a_thread_of_gloo_has_let_go_of_all_tensors() -> None:
     try:
         thread.start()
         ready.wait()
-        _last_collectives._release()
+        _ledger._release()
         assert len(released) == 30
     finally:
         over.set()
@@ -41,7 +41,7 @@ def test_a_thread_of_gloo_has_let_go_of_all_tensors() -> None:
 
 
 def test_a_thread_that_works_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_last_collectives, "_threads", lambda: {"1": ("R", str(time.monotonic()))})
+    monkeypatch.setattr(_ledger, "_threads", lambda: {"1": ("R", str(time.monotonic()))})
     begin = time.monotonic()
-    _last_collectives._release()
-    assert time.monotonic() - begin < 5 * _last_collectives._LIMIT
+    _ledger._release()
+    assert time.monotonic() - begin < 5 * _ledger._LIMIT

@@ -16,8 +16,8 @@ import torch
 from tests.compiler import compiler
 from tests.fresh import run_fresh
 from vescale import csrc
+from vescale.csrc._loader import rebuild_command
 from vescale.csrc._names import USING_TORCH, file_name, helper_names
-from vescale.csrc._rebuild import rebuild_command
 
 ROOT = Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vescale.debug._job_processes import ProcessIdentity
 from vescale.debug._locations import Place
+from vescale.debug._stopped_ranks import ProcessIdentity
 from vescale.debug._watchdog import RankReport, StartedCollective, diagnose
 
 

@@ -31,7 +31,7 @@ PLAIN = {
     "placements/_region.py:global_index": "Python's protocol of sequences",
     "checkpoint/_torch_save.py:seek": "Python's protocol of files",
     "buffer/_shard_size_search.py:_native": "no memory",
-    "ops/batch_norm.py:_batch_norm": "PyTorch's text",
+    "ops/norms.py:_batch_norm": "PyTorch's text",
     "ops/losses.py:_nll_loss": "PyTorch's text",
     "placements/_redistribute.py:redistribute": "PyTorch's text",
     "placements/_local_conversion.py:_arguments": "PyTorch's text",
@@ -45,7 +45,7 @@ PLAIN = {
     "checkpoint/_data_file.py:write_data_file": "an invariant of the writer",
     "pipeline/_balance.py:partition": "an invariant of balanced_splits",
     "pipeline/_schedule.py:_ranks_of": "caught by make_schedule",
-    "cli/_pipeline_section.py:write_page": "becomes a UsageError",
+    "cli/_explain.py:write_page": "becomes a UsageError",
     "static/_hidden_tensors.py:_slots": "caught by the recorder",
 }
 # Exceptions of vescale that are caught inside of it, and reach no user.
@@ -140,7 +140,7 @@ def test_messages() -> None:
     assert str(CheckpointError(f"a step: {copy}")) == "a step: gone [VS0900]"
     assert str(NotParallelizedError("this Net")) == "this Net [VS0204]"
     with pytest.raises(AssertionError, match="VS9999"):
-        type("Other", (Coded, ValueError), {"code": "VS9999"})
+        type("Other", (Coded, ValueError), {}, code="VS9999")
 
 
 def bad_path() -> None:

@@ -31,9 +31,8 @@ from vescale.estimation import (
     record_seconds,
     references,
 )
-from vescale.estimation._calibrate import _fit, _Measured
-from vescale.estimation._measured_ops import _Called, measure_ops
-from vescale.estimation._op_costs import RANDOM_SPANS, SKIPPED_OUTPUTS, OpCost
+from vescale.estimation._calibrate import _Called, _fit, _Measured, measure_ops
+from vescale.estimation._memory_log import RANDOM_SPANS, SKIPPED_OUTPUTS, OpCost
 from vescale.estimation._rehearsal import rehearse
 from vescale.estimation._step_time import StepTime, call_seconds
 from vescale.plans import MeshAxes

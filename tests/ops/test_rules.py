@@ -38,7 +38,7 @@ from vescale.comm import record_comms
 from vescale.compat import local_of, make_dtensor, spec_of
 from vescale.compat.model_hooks import model_hooks
 from vescale.ops import Decision, PlacementFallbackError, PlacementFallbackWarning, register_rule, strict_placements
-from vescale.ops._decide import decide
+from vescale.ops._install import decide
 from vescale.placements import InterleavedShard, RaggedShard, from_local, has_custom
 
 functional = torch.nn.functional

@@ -19,8 +19,7 @@ from tests.whole import whole
 from vescale import parallelize
 from vescale.errors import OptimizerError
 from vescale.optim import SOAP, Shampoo, report
-from vescale.optim._preconditioned import refresh_phases
-from vescale.optim._shampoo import inverse_root
+from vescale.optim._preconditioned import inverse_root, refresh_phases
 from vescale.plans import Plan
 
 

@@ -23,9 +23,8 @@ from vescale.ir import Attention, Factory, Hook, Instruction, Local, Op, Place, 
 from vescale.plans import INIT, RUN, MeshAxes, PlanError
 from vescale.runtime import _gradient_hooks, _install, install
 from vescale.runtime._executors import Executor, executor_of
-from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._gradient_hooks import full_name
-from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._local_region import ExpertRegion, LocalRegion
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
 

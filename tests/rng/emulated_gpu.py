@@ -15,9 +15,7 @@ import torch
 
 from tests.rng import cases
 from vescale import csrc
-from vescale.rng import _cuda_kernel
-from vescale.rng._cuda_engine import Device
-from vescale.rng._cuda_kernel import NativeFill, Plan, plan_of
+from vescale.rng._cuda_engine import Device, Kernels, NativeFill, Plan, plan_of
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, philox
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
 from vescale.rng._stream_spans import Piece, Span
@@ -56,7 +54,7 @@ class EmulatedGpu:
         self.calls: list[int] = []
         self.launches: list[int] = []
         self._host = host_launcher()
-        kernels = _cuda_kernel.Kernels(launch, self.native, lambda kind: self._launch if with_kernel else None)
+        kernels = Kernels(launch, self.native, lambda kind: self._launch if with_kernel else None)
         self.device = Device(launch, self.native, kernels.fill)
 
     def _launch(self, out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:

@@ -23,12 +23,10 @@ from torch.distributed.tensor import Shard
 from tests.rng import cases
 from tests.rng.emulated_gpu import COINS, NORMAL, SMALL, STATE, UNIFORM, EmulatedGpu, no_kernel
 from vescale.placements import InterleavedShard, RaggedShard, local_region
-from vescale.rng import _cuda_engine, _cuda_kernel
-from vescale.rng._cuda_engine import Device, generate
-from vescale.rng._cuda_kernel import Plan
-from vescale.rng._fill_request import Fill
+from vescale.rng import _cuda_engine
+from vescale.rng._cuda_engine import Device, Plan, generate
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, leaves, philox
-from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._random_ops import DROPOUT_MASK, Fill, RandomOp
 
 
 def word(state: PhiloxState, thread: int, block: int, lane: int) -> int:
@@ -332,7 +330,7 @@ class WrongWhereItCounts(EmulatedGpu):
     """Right with the arguments of the probes, wrong with a standard deviation of 0.25."""
 
     def _launch(self, out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
-        if plan.b == _cuda_kernel._bits(0.25):
+        if plan.b == _cuda_engine._bits(0.25):
             plan.block += 1
         super()._launch(out, parameter, plan, blocks, threads)
 

@@ -17,12 +17,10 @@ from tests.rng import cases
 from tests.rng.emulated_gpu import COINS, NORMAL, SMALL, STATE, UNIFORM, EmulatedGpu, no_kernel
 from vescale import csrc
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cuda_engine, _cuda_kernel
-from vescale.rng._cuda_engine import Device, generate
-from vescale.rng._cuda_kernel import NativeFill
-from vescale.rng._fill_request import Fill
+from vescale.rng import _cuda_engine
+from vescale.rng._cuda_engine import Device, NativeFill, generate
 from vescale.rng._philox import GridStride, PhiloxRule, Quads, Vectors, philox
-from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._random_ops import DROPOUT_MASK, Fill, RandomOp
 from vescale.rng._stream_spans import Piece, Span, spans
 
 pytestmark = pytest.mark.helper("philox")
@@ -208,7 +206,7 @@ def test_pieces_are_cut_from_the_whole_and_make_each_block_once(
     device = Device(SMALL, host_kernel.__self__.native, host_kernel)
     monkeypatch.setattr(_cuda_engine, "_prefers_kernel", lambda *_: True)
     for turn in range(24):
-        monkeypatch.setattr(_cuda_kernel, "_NARROW", 2**31 if turn % 4 else 0)
+        monkeypatch.setattr(_cuda_engine, "_NARROW", 2**31 if turn % 4 else 0)
         shape = cases.random_shape(rng, 4, 3_000)
         shape = (shape[0] * rng.choice((1, 1, 40)), *shape[1:])
         n = math.prod(shape)
@@ -284,7 +282,7 @@ def test_what_the_kernel_is_told() -> None:
     def plan(sizes: tuple[int, ...], strides: tuple[int, ...], n: int = 10**6) -> Any:
         piece = Piece(sizes, 0, strides, 0, strides)
         span = Span(0, n, (piece,))
-        return _cuda_kernel.plan_of(
+        return _cuda_engine.plan_of(
             NativeFill(UNIFORM, GridStride(4), n, STATE), SMALL, torch.float32, None, span, piece
         )
 
@@ -300,7 +298,7 @@ def test_what_the_kernel_is_told() -> None:
 def test_division_by_multiplication() -> None:
     rng = random.Random(0)
     for value in [*range(1, 300), *(2**k + d for k in range(8, 31) for d in (-1, 0, 1)), 2**31 - 1]:
-        by = _cuda_kernel._divisor(value)
+        by = _cuda_engine._divisor(value)
         assert by.value == value
         for x in (
             0,
@@ -327,7 +325,7 @@ def test_division_by_multiplication() -> None:
 )
 def test_arguments_at_which_the_kernel_is_not_sure_are_left_to_the_native_op(op: RandomOp, dtype: torch.dtype) -> None:
     """Native ops move integer bounds that the dtype cannot hold."""
-    assert _cuda_kernel.transform_of(op, dtype, False) is None
+    assert _cuda_engine.transform_of(op, dtype, False) is None
 
 
 def test_tensors_with_holes_are_measured_by_their_extent(host_kernel: Any) -> None:

@@ -15,8 +15,7 @@ from tests.rng import cases
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _cpu_engine, _random_ops
 from vescale.rng._cpu_engine import fill_region
-from vescale.rng._fill_request import Fill
-from vescale.rng._random_ops import RandomOp
+from vescale.rng._random_ops import Fill, RandomOp
 
 COMBINATIONS = 1_800  # of each of the 13 ops (and of bernoulli_ with a tensor): over 20,000 in all
 

@@ -35,8 +35,7 @@ from vescale.placements import RaggedShard, local_region
 from vescale.rng import _enable as _native_parts
 from vescale.rng import _op_handlers
 from vescale.rng._engine import fill_region
-from vescale.rng._fill_request import Fill
-from vescale.rng._random_ops import RandomOp
+from vescale.rng._random_ops import Fill, RandomOp
 
 pytestmark = pytest.mark.helper("random_fills")
 

@@ -12,7 +12,7 @@ from torch import nn
 import vescale
 from benchmarks.checkpoint_memory import peak_of
 from vescale import Plan, parallelize
-from vescale.runtime._offloaded_tensors import _OnHost
+from vescale.runtime._op_saving import _OnHost
 
 DEPTH, WIDTH, ROWS = 12, 64, 256
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vescale.simulation import Collective, RankRecord
-from vescale.simulation._records import Ending
 from vescale.simulation._simulate import Finding, find
+from vescale.simulation._tracer import Ending
 
 WORLD = [0, 1]
 

@@ -2,22 +2,21 @@
 
 from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
 from vescale.agreement._round import (
+    PAUSED,
     Description,
     Difference,
     HandedIn,
     Round,
-    compare_descriptions,
-    first_difference,
-    listen_to_descriptions,
-)
-from vescale.agreement._store import (
-    PAUSED,
     add_post,
     added_posts,
     await_posts,
+    compare_descriptions,
+    first_difference,
+    listen_to_descriptions,
     post,
     post_once,
     posted,
+    ranks_text,
     read_post,
     wait_limit,
 )

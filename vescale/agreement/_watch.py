@@ -35,8 +35,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale.agreement._round import Round
-from vescale.agreement._store import add_row, connection, peek, rows_of
+from vescale.agreement._round import Round, add_row, connection, peek, rows_of
 from vescale.comm import DEVICE, DeviceWait, look, look_while_waiting, waiting_thread
 from vescale.compat import is_alone, note
 

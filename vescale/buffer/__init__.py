@@ -4,27 +4,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vescale.buffer._granularity import FFN_WEIGHTS, Elements, GranularityTable, Rows, Tile
-from vescale.buffer._layout import Layout, LocalUnits, ShardSlice
-from vescale.buffer._planner import BufferPlan, Effort, plan_layout
+from vescale.buffer._layout import Layout, ShardSlice
+from vescale.buffer._planner import BufferPlan, plan_layout
 from vescale.errors import BufferMismatchError
 
 if TYPE_CHECKING:
     from vescale.buffer._agreement import check_same_buffers
-    from vescale.buffer._allocation import Allocation, observe_allocations
-    from vescale.buffer._dbuffer import DBuffer, PendingBuffer
+    from vescale.buffer._dbuffer import Allocation, DBuffer, PendingBuffer, observe_allocations
     from vescale.buffer._tensor_group import COLLECTIVE_ALIGNMENT_BYTES, TensorGroup, alignment_in_elements
 
 # Planning needs no torch; these do, and are loaded on first use.
-_WITH_TORCH = {
-    "Allocation": "_allocation",
-    "COLLECTIVE_ALIGNMENT_BYTES": "_tensor_group",
-    "DBuffer": "_dbuffer",
-    "PendingBuffer": "_dbuffer",
-    "TensorGroup": "_tensor_group",
-    "alignment_in_elements": "_tensor_group",
-    "observe_allocations": "_allocation",
-    "check_same_buffers": "_agreement",
+_FILES = {
+    "_dbuffer": "Allocation DBuffer PendingBuffer observe_allocations",
+    "_tensor_group": "COLLECTIVE_ALIGNMENT_BYTES TensorGroup alignment_in_elements",
+    "_agreement": "check_same_buffers",
 }
+_WITH_TORCH = {name: file for file, names in _FILES.items() for name in names.split()}
 
 __all__ = [
     "FFN_WEIGHTS",

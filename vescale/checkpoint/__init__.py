@@ -12,28 +12,23 @@ if TYPE_CHECKING:
     from vescale.checkpoint._checkpointer import Checkpointer
     from vescale.checkpoint._hf_export import export_hf
     from vescale.checkpoint._hf_load import load_hf
-    from vescale.checkpoint._one_shot import FORMATS, Format, load, open_stored, save
+    from vescale.checkpoint._one_shot import load, open_stored, save
     from vescale.checkpoint._reader import read_tensors
     from vescale.checkpoint._simulated import leave_files_alone
     from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
     from vescale.checkpoint._verification import verify
 
-_MODULES = {
-    "Checkpointer": "_checkpointer",
-    "export_hf": "_hf_export",
-    "load_hf": "_hf_load",
-    "load": "_one_shot",
-    "save": "_one_shot",
-    "FORMATS": "_one_shot",
-    "Format": "_one_shot",
-    "open_stored": "_one_shot",
-    "read_tensors": "_reader",
-    "leave_files_alone": "_simulated",
-    "Stored": "_stored",
-    "StoredBox": "_stored",
-    "StoredTensor": "_stored",
-    "verify": "_verification",
+_FILES = {
+    "_checkpointer": "Checkpointer",
+    "_hf_export": "export_hf",
+    "_hf_load": "load_hf",
+    "_one_shot": "load save open_stored",
+    "_reader": "read_tensors",
+    "_simulated": "leave_files_alone",
+    "_stored": "Stored StoredBox StoredTensor",
+    "_verification": "verify",
 }
+_MODULES = {name: file for file, names in _FILES.items() for name in names.split()}
 
 __all__ = [
     "CheckpointError",

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from vescale.checkpoint._gathering import Gathering, first_rank_decides
 from vescale.checkpoint._loading import load_stored
+from vescale.checkpoint._replicas import Gathering, first_rank_decides
 from vescale.checkpoint._saving import Saver, Target
 from vescale.checkpoint._snapshot import Snapshot, take_snapshot
 from vescale.checkpoint._step_folder import MANIFEST, Retention, complete_steps, find_problems, step_name, step_numbers

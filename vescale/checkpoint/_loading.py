@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.checkpoint._gathering import together
 from vescale.checkpoint._model_state import (
     ModelState,
     check_model,
@@ -22,13 +21,19 @@ from vescale.checkpoint._model_state import (
     model_state,
     set_random_state,
 )
-from vescale.checkpoint._names import compare, nearest
-from vescale.checkpoint._optimizer_state import OptimizerLoad, named_groups, named_optimizers, plan_optimizer_load
 from vescale.checkpoint._rank_file import values_of_rank
 from vescale.checkpoint._reader import read_tensors, read_whole
-from vescale.checkpoint._snapshot import MODEL, RANDOM
+from vescale.checkpoint._replicas import together
+from vescale.checkpoint._snapshot import (
+    MODEL,
+    RANDOM,
+    OptimizerLoad,
+    named_groups,
+    named_optimizers,
+    plan_optimizer_load,
+)
 from vescale.checkpoint._step_format import TensorName, decode, encode
-from vescale.checkpoint._stored import Stored, StoredTensor
+from vescale.checkpoint._stored import Stored, StoredTensor, compare, nearest
 from vescale.checkpoint._torch_save import with_bytes
 from vescale.compat import unwrapped_name
 from vescale.errors import CheckpointWarning, ContentMismatchError, kind_of

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from vescale.checkpoint._dcp import is_dcp, open_dcp
-from vescale.checkpoint._gathering import together
 from vescale.checkpoint._hf_conversion import is_transformers_model
 from vescale.checkpoint._hf_load import load_hf
 from vescale.checkpoint._loading import load_stored
+from vescale.checkpoint._replicas import together
 from vescale.checkpoint._safetensors import is_safetensors, open_safetensors
 from vescale.checkpoint._saving import Saver, Target
 from vescale.checkpoint._snapshot import take_snapshot

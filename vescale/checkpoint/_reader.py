@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from vescale.checkpoint._local_blocks import LocalBlocks, Regions, local_blocks, scratch
-from vescale.checkpoint._names import compare
 from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
 from vescale.checkpoint._step_folder import open_regular
-from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor, compare
 from vescale.compat import bytes_of, note_writes
 from vescale.errors import CheckpointError, DamagedFileError, UnsavableError
 from vescale.placements import Box, contiguous_stride

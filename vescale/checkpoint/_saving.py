@@ -28,11 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale._version import __version__
 from vescale.agreement import Round, settle_heartbeats
 from vescale.checkpoint import _disk
-from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._rank_file import (
     Piece,
     RankFile,
+    Writer,
     add_values_of_ranks,
     differing,
     digests_of,
@@ -40,10 +40,9 @@ from vescale.checkpoint._rank_file import (
     layout_of,
     pick,
 )
-from vescale.checkpoint._replicas import assign, has_other_ranks
+from vescale.checkpoint._replicas import Gathering, assign, has_other_ranks
 from vescale.checkpoint._snapshot import MODEL, RANDOM, Snapshot, samples
 from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part, remove_unfinished, unpack_part
-from vescale.checkpoint._writer import Writer
 from vescale.compat import note
 from vescale.errors import CheckpointError, CheckpointWarning, FolderInUseError, SaveFailedError
 

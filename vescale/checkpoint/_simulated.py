@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vescale.checkpoint import _hf_export, _hf_load, _loading
-from vescale.checkpoint._gathering import Gathering
+from vescale.checkpoint._replicas import Gathering
 from vescale.checkpoint._saving import Saver, Target
 from vescale.checkpoint._snapshot import Snapshot
 

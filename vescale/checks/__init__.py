@@ -3,7 +3,7 @@
 from vescale.checks._backward_graph import ScriptGraph, describe_graphs, follows_graphs
 from vescale.checks._descriptions import (
     RandomStates,
-    call_site,
+    TrainedParameters,
     called_by_user,
     describe,
     describe_draw,
@@ -13,7 +13,6 @@ from vescale.checks._descriptions import (
     tensor_text,
 )
 from vescale.checks._mismatches import (
-    DRAWN,
     GENERATING,
     MADE,
     NUMBERS,
@@ -31,19 +30,11 @@ from vescale.checks._mismatches import (
 from vescale.checks._replaced_parameters import (
     RegisteredParameters,
     ReplacedParameterError,
-    Replacement,
     adopt_optimizers,
     check_optimizers,
     known_names,
     listed_optimizers,
     replacement_of,
 )
-from vescale.checks._start import (
-    HASHES_OF_CHECKED_MESHES,
-    start_checks,
-    start_checks_among,
-    step_checks,
-    watch_optimizers,
-)
-from vescale.checks._steps import LocalPart, StepChecks, check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._trained import TrainedParameters
+from vescale.checks._start import HASHES_OF_CHECKED_MESHES, start_checks, start_checks_among, step_checks
+from vescale.checks._steps import LocalPart, StepChecks, is_unchecked, unchecked

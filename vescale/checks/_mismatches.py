@@ -9,20 +9,16 @@ from vescale.agreement import first_difference
 from vescale.errors import Coded
 
 
-class StepMismatchError(Coded, RuntimeError):
+class StepMismatchError(Coded, RuntimeError, code="VS0301"):
     """Ranks are about to do different things, or some do not come; ``ranks``: those that differ from most, or are absent."""
-
-    code = "VS0301"
 
     def __init__(self, problem: str, ranks: Sequence[int]) -> None:
         super().__init__(problem)
         self.ranks = tuple(ranks)
 
 
-class InputMismatchError(StepMismatchError):
+class InputMismatchError(StepMismatchError, code="VS0302"):
     """Ranks pass different values where all of them must pass the same."""
-
-    code = "VS0302"
 
 
 SEED = "seed and state of the default generator"

@@ -83,10 +83,8 @@ _SAMPLES = 64
 _VALUES = frozenset(["__array__", "item", "numpy", "tolist"])
 
 
-class ReplacedParameterError(Coded, RuntimeError):
+class ReplacedParameterError(Coded, RuntimeError, code="VS0223"):
     """A parameter is used that ``parallelize`` or ``fully_shard`` has replaced; ``name``: of the parameter."""
-
-    code = "VS0223"
 
     def __init__(self, problem: str, name: str) -> None:
         super().__init__(problem)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json
-from vescale.cli._hf_config import CONFIG_HELP, config_file
+from vescale.cli._inputs import CONFIG_HELP, config_file
 from vescale.cli._main import UsageError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from vescale.checkpoint._offline_export import export_stored
+    from vescale.checkpoint._hf_export import export_stored
     from vescale.cli._inputs import load_model
 
     config = config_file(args.model)

@@ -197,7 +197,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return _shown_change(value) if "kind" in value else _shown_group(value)
+        is_change = "kind" in value
+        return f"{value['target']}: {value['reason']} ({value['until']})" if is_change else _shown_group(value)
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return str(value)
@@ -211,7 +212,3 @@ def _shown_group(group: dict[str, Any]) -> str:
     more = ", ..." if len(changes) > _NUM_EXAMPLES else ""
     found = f"{len(changes)} changed ({examples}{more})" if changes else group["state"]
     return f"{found}, {group['part']}, torch{group['torch']}{issue}: {group['reason']}"
-
-
-def _shown_change(change: dict[str, Any]) -> str:
-    return f"{change['target']}: {change['reason']} ({change['until']})"

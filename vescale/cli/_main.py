@@ -39,10 +39,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class UsageError(Coded, Exception):
+class UsageError(Coded, Exception, code="VS0001"):
     """Bad arguments or bad input: printed without a traceback, exit code 2."""
-
-    code = "VS0001"
 
 
 def _parser() -> argparse.ArgumentParser:

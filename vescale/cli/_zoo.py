@@ -7,8 +7,7 @@ import textwrap
 import warnings
 
 from vescale.cli._console import new_console, new_table, print_json
-from vescale.cli._hf_config import CONFIG_HELP, config_file
-from vescale.cli._inputs import add_json, add_mesh, load_model, parse_mesh
+from vescale.cli._inputs import CONFIG_HELP, add_json, add_mesh, config_file, load_model, parse_mesh
 from vescale.cli._main import UsageError
 
 

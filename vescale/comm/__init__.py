@@ -13,7 +13,6 @@ from vescale.comm._buckets import (
     plan_buckets,
     reduction_cost,
     ring_bytes,
-    ring_seconds,
 )
 from vescale.comm._collectives import (
     MAX_PADDING,
@@ -38,8 +37,16 @@ from vescale.comm._kept_results import (
     outside_of_kept,
     watch_holder,
 )
-from vescale.comm._last_collectives import release_at_end
-from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
+from vescale.comm._ledger import (
+    LISTENERS,
+    CommRecord,
+    Ledger,
+    current_requester,
+    record,
+    record_comms,
+    release_at_end,
+    requested_by,
+)
 from vescale.comm._local_ranks import messages
 from vescale.comm._long_waits import (
     DEVICE,

@@ -13,8 +13,6 @@ import torch
 
 from vescale import csrc
 
-__all__ = ["ArrivalCount", "GradientPlaces", "stop_counting_gradients"]
-
 
 class GradientPlaces:
     """Where gradients that are DTensors may be copied to as they arrive.

@@ -12,19 +12,10 @@ import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
 from torch._C._distributed_c10d import _register_work
 from torch._guards import detect_fake_mode
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single, wait_tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
 from vescale.compat.devices import memory_pool
-
-__all__ = [
-    "AsyncCollectiveTensor",
-    "all_gather_single",
-    "as_async_tensor",
-    "backend_memory_pool",
-    "is_traced",
-    "reduce_scatter_single",
-    "traced_all_to_all",
-]
 
 # Renamed in 2.13; the older names warn there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

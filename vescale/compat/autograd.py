@@ -31,50 +31,6 @@ from vescale.compat.ledger import note
 P = ParamSpec("P")
 R = TypeVar("R")
 
-__all__ = [
-    "DATA_VIEWS",
-    "PACKED",
-    "TELLS_HOLDERS",
-    "EarlyStop",
-    "ThreadValue",
-    "are_unheld",
-    "at_end_of_backward",
-    "before_backward",
-    "current_autograd_node",
-    "current_backward",
-    "eagerly",
-    "has_dispatch_modes",
-    "has_function_modes",
-    "has_hooks",
-    "has_saved_tensors_hooks",
-    "has_tangent",
-    "held_tensors",
-    "in_backward",
-    "in_dual_level",
-    "in_transform",
-    "is_captured",
-    "is_computed",
-    "is_in_dispatch_mode",
-    "is_tracing",
-    "node_sequence",
-    "num_function_modes",
-    "num_storage_users",
-    "permit_gradients_of_any_dtype",
-    "permit_writes",
-    "profiled",
-    "resume_compiling",
-    "run_post_accumulate_hooks",
-    "saved_operands",
-    "sequence_number",
-    "set_versions",
-    "suspend_compiling",
-    "version_holder",
-    "weak_node",
-    "will_run",
-    "with_default_device",
-    "without_transforms",
-]
-
 
 # Raised inside of a checkpointed function when a recomputation has saved all that the backward needs.
 EarlyStop: type[Exception] = checkpointing._StopRecomputationError

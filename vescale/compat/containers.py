@@ -13,19 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "AVERAGED_MODULES",
-    "WRAPPER_MODULES",
-    "Exchanged",
-    "bytes_of",
-    "hides_tensors",
-    "living_items",
-    "map_tensors",
-    "tensors_in",
-    "unwrapped_model",
-    "unwrapped_name",
-]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Tensor)
 
 _WITHOUT_TENSORS = frozenset(_PLAIN) - {torch.Tensor}

@@ -12,38 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial as MaskPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from vescale.compat.sharding_caches import MADE_SPECS, make_room
-
-__all__ = [
-    "DTensorSpec",
-    "MaskPartial",
-    "StridedShard",
-    "TensorMeta",
-    "current_mesh",
-    "expanded_as",
-    "is_in_kept_memory",
-    "keep_memory",
-    "keeps_memory",
-    "local_of",
-    "make_dtensor",
-    "make_spec",
-    "own_part",
-    "partial_reduce",
-    "rank_in_mesh",
-    "replace_parts",
-    "root_mesh",
-    "set_local",
-    "spec_of",
-    "spec_of_result",
-    "storage_of",
-    "versions",
-    "write_counts",
-]
 
 _ORDERED = (Replicate, Shard, StridedShard, Partial, MaskPartial)
 """The placements from which PyTorch derives an order of axes."""

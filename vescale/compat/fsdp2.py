@@ -23,20 +23,6 @@ from torch.torch_version import TorchVersion
 from vescale.compat.ledger import note
 from vescale.errors import FullyShardError, PrivateAttributeError, UnsupportedSettingError
 
-__all__ = [
-    "FSDP2Module",
-    "FSDP2State",
-    "fsdp2_state",
-    "is_refusing",
-    "is_replicated",
-    "mark_as_managed",
-    "policy_of_parameter",
-    "reduce_dtype_of",
-    "refuse_composable_apis",
-    "register_fsdp2_state",
-    "split_backwards_by",
-]
-
 _CONTRACT: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
 
 

@@ -17,22 +17,6 @@ from vescale import csrc
 from vescale.compat.autograd import are_dtensors_unheld
 from vescale.compat.dtensor import local_of, spec_of
 
-__all__ = [
-    "ZEROED",
-    "ParameterRow",
-    "TensorRow",
-    "dense_part",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "has_foreach",
-    "is_dense",
-    "plain_parts",
-    "set_access_error",
-    "share_memory",
-]
-
-
 # Multi-tensor kernels, which have underscores in their names and documentation under them.
 
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from vescale.compat.patching import name_of
 
-__all__ = ["OTHER_CHANGES", "OtherChange", "note", "noted"]
-
 
 class OtherChange(NamedTuple):
     """One row.
@@ -35,7 +33,7 @@ _OWN = "a mark of vescale's own, which nothing else reads"
 # By module and kind: "class", "code", "instance" (an attribute of an object that others made), "process", "torch".
 _ROWS: dict[str, tuple[str, str, str]] = {
     "agreement._heartbeat:process": ("atexit", "a difference of the last step is printed", _END),
-    "comm._last_collectives:process": ("atexit", "threads of gloo release tensors before the interpreter ends", _END),
+    "comm._ledger:process": ("atexit", "threads of gloo release tensors before the interpreter ends", _END),
     "checkpoint._saving:process": ("os.register_at_fork", "a forked process leaves the lock to its parent", _END),
     "checkpoint._hf_load:instance": (
         "_weight_conversions of a transformers model; _is_hf_initialized of tensors",
@@ -115,27 +113,26 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "rng._materialize:instance": ("attributes that hold deferred tensors", "they hold real ones", "never"),
     "runtime._checkpointed_forward:instance": (
         "forward of checkpointed modules; their parameters in a forward", "they are recomputed as placed", _MODEL),
-    "runtime._expert_region:instance": (
-        "numbers of experts; forward, numbers of experts",
-        "a module runs with fewer ones, or as many; a rank runs its own experts",
-        _CALL,
-    ),
     "runtime._foreign_tools:instance": (
         "what DistributedDataParallel, distribute_module and torch.jit ask modules for", "they are refused", _MODEL),
-    "runtime._generation:instance": (
-        "lazy_initialization of layers of transformers' caches", "they are allocated as placed", "with the cache"),
-    "runtime._local_region:instance": ("forward, parameters of modules of a local entry", "they are local", _MODEL),
-    "runtime._module_hooks:instance": ("parameters of modules in a forward", "placed as the plan says", _CALL),
+    "runtime._local_region:instance": (
+        "forward, parameters of modules of a local entry; numbers of experts",
+        "they are local; a rank runs its own experts, or a module with fewer ones",
+        "with the call; forward: with the model",
+    ),
+    "runtime._module_hooks:instance": (
+        "parameters of modules in a forward; lazy_initialization of layers of transformers' caches",
+        "placed as the plan says", "with the call, or the cache"),
     "runtime._module_tables:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
     "runtime._runtime:instance": (
         "modules of a model; its methods (generate, _apply, ...)", "they know of their model and its mesh", _MODEL),
     "runtime._shared_memory:instance": (
         "storages of inputs and results of recomputed modules, and those that a program has been given", _OWN,
         "with the storage"),
-    "runtime._saving:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
+    "runtime._adapters:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
     "simulation._rank:process": (
         "environment, arguments, signals, threads, in processes for ranks", "a script runs as one rank of many", _END),
-    "simulation._script_memory:torch": (
+    "simulation._rank:torch": (
         "hooks of all modules and optimizers, in processes for ranks", "memory is counted by phase", _END),
     "static._forward:instance": (
         "_compiled_call_impl of modules, in a step; forward of a model in static mode",

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.errors import PlacementError
 
-__all__ = ["DataParallelMeshDims", "concatenate_meshes", "mesh_over"]
-
 if TYPE_CHECKING or hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     from torch.distributed.fsdp import DataParallelMeshDims
 else:  # before 2.12

@@ -16,19 +16,6 @@ from vescale.compat.autograd import set_compiler
 from vescale.compat.ledger import note
 from vescale.compat.native_dispatch import native_boundaries
 
-__all__ = [
-    "CALL_OVERRIDE",
-    "GLOBAL_HOOKS",
-    "HOOKS_OF_MODULES",
-    "MODULE_CALL",
-    "call_module",
-    "compiled_call",
-    "forward_hooks",
-    "guard_call",
-    "native_hooks",
-    "shorten_call",
-]
-
 MODULE_CALL = nn.Module._call_impl  # runs the hooks and the forward of a module
 CALL_OVERRIDE = "_compiled_call_impl"  # an attribute that is called in place of ``MODULE_CALL`` where it is not None
 

@@ -226,31 +226,6 @@ def _keeps(before: DTensorSpec, after: DTensorSpec | None) -> bool:
     return before.placements == after.placements and before.tensor_meta.shape == after.tensor_meta.shape
 
 
-__all__ = [
-    "IS_STOCK",
-    "HookGate",
-    "addresses_about_hooks",
-    "answer_mixed_calls",
-    "counts_local_writes",
-    "dispatch_counts",
-    "filter_functions",
-    "install_native_dispatch",
-    "is_native",
-    "is_written_back",
-    "native_boundaries",
-    "native_conversions",
-    "native_passes",
-    "native_require_current",
-    "num_entries",
-    "registered_kernels",
-    "reset_dispatch_counts",
-    "runs_on_locals",
-    "take_moves",
-    "without_native",
-    "write_through_python",
-]
-
-
 # ``HookGate``: hooks of many tensors of which only the first call in a backward matters.
 
 _OPEN, _SHUT = -1, -2  # as in C++

@@ -9,34 +9,12 @@ import torch
 from torch._C import DispatchKey, _dispatch_has_kernel_for_dispatch_key
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._op_schema import OpSchema as OpSchema
+from torch.distributed.tensor._op_schema import OutputSharding as OutputSharding
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from vescale.compat.containers import tensors_in
-
-__all__ = [
-    "HAS_SAME_STORAGE",
-    "PACKING",
-    "OpSchema",
-    "OutputSharding",
-    "assert_on_device",
-    "decompose",
-    "has_results",
-    "is_view",
-    "iterate_specs",
-    "native_sharding",
-    "observe_redistribution",
-    "output_meta",
-    "schema_arguments",
-    "schema_of",
-    "sized_locally",
-    "sizes_depend_on_values",
-    "static_keywords",
-    "takes_only_tensors",
-    "with_aliasing",
-    "written_tensors",
-]
 
 _aten = torch.ops.aten
 

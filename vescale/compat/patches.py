@@ -27,27 +27,11 @@ from vescale import csrc
 from vescale._model_parts import install_placement_parts
 from vescale.compat.native_dispatch import IS_STOCK
 from vescale.compat.needs import lacking, self_check
-from vescale.compat.patch_table import PATCHES, Patch
+from vescale.compat.patch_table import PATCHES as PATCHES
+from vescale.compat.patch_table import Patch as Patch
 from vescale.compat.patching import HOOKS, Changes, rebind, undo
 from vescale.compat.sharding_caches import clear_sharding_caches
 from vescale.errors import MissingHelpersWarning, StaticHelpersError
-
-__all__ = [
-    "PATCHES",
-    "Patch",
-    "PatchState",
-    "extend_dtensor",
-    "extend_entry",
-    "install",
-    "install_part",
-    "is_installed",
-    "patch_states",
-    "require_native_static",
-    "uninstall",
-    "uninstall_part",
-    "warn_of_missing_helpers",
-]
-
 
 # What a user is told about C++ helpers that are not there, or were built for another torch.
 

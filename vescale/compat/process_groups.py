@@ -10,17 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = [
-    "default_store",
-    "default_timeout",
-    "exists",
-    "first_alike",
-    "is_alone",
-    "make_group",
-    "message_device",
-    "own_connection",
-]
-
 
 def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
     """A new group of the default group's backend over sorted global ``ranks``, called by exactly those ranks.

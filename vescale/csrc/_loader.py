@@ -1,15 +1,21 @@
 """Loads the shared libraries that the install built from ``vescale/csrc/*.cpp``, and tells which ones are missing."""
 
+from __future__ import annotations
+
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import shlex
 import sys
 import threading
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -112,3 +118,44 @@ def _state(name: str) -> str:
     others = built_for(name)
     this = f"torch {torch.__version__} and Python {platform.python_version()}"
     return f"built for {'; '.join(sorted(others))}; this is {this}" if others else f"not built for {this}"
+
+
+# The command that builds the helpers for the Python and the torch that run, which depends on how vescale was installed.
+
+
+_SETUPTOOLS = 77  # the oldest that reads pyproject.toml
+_CLONE = "FOLDER-OF-A-CLONE"
+
+
+def rebuild_command(root: Path = FOLDER.parent.parent) -> str:
+    """A line for a shell.
+
+    Args:
+        root: the folder that the package ``vescale`` is in.
+    """
+    python = shlex.quote(sys.executable)
+    if (root / "setup.py").exists() and (root / "pyproject.toml").exists():  # a clone, whether installed or not
+        build = f"cd {shlex.quote(str(root))} && {python} setup.py build_ext --inplace"
+    else:
+        # Without pip's cache: it has the wheel of a commit that was built for another torch.
+        options = "--no-build-isolation --no-deps --no-cache-dir --force-reinstall"
+        build = f"{python} -m pip install {options} {shlex.quote(_origin(root))}"
+    return build if _has_setuptools() else f'{python} -m pip install "setuptools>={_SETUPTOOLS}" && {build}'
+
+
+def _origin(root: Path) -> str:
+    """What pip installed the package from, as pip takes it. Wheels have no sources: a placeholder for them."""
+    for distribution in importlib.metadata.distributions(name="vescale-plan", path=[str(root)]):
+        found: dict[str, Any] = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if "vcs_info" in found:
+            return f"{found['vcs_info']['vcs']}+{found['url']}@{found['vcs_info']['commit_id']}"
+        if "dir_info" in found or ("archive_info" in found and not found["url"].endswith(".whl")):
+            return str(found["url"])
+    return _CLONE
+
+
+def _has_setuptools() -> bool:
+    try:
+        return int(importlib.metadata.version("setuptools").partition(".")[0]) >= _SETUPTOOLS
+    except importlib.metadata.PackageNotFoundError:
+        return False

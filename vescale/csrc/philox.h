@@ -1,6 +1,6 @@
 // Random fills as CUDA makes them: from the numbers of elements in the stream to their values.
 //
-// Plain C++ without includes: compiled by NVRTC for the device (vescale/rng/_cuda_kernel.py), and for the host by
+// Plain C++ without includes: compiled by NVRTC for the device (vescale/rng/_cuda_engine.py), and for the host by
 // philox.cpp, so that all of it but the launch is tested without a GPU. Facts from ATen's DistributionTemplates.h and
 // curand's documentation; the bits are compared with the native op on the device before a kernel is used.
 //
@@ -30,7 +30,7 @@ struct Kind {
   int narrow;                          // all numbers of elements fit into 31 bits
 };
 
-// One piece of a fill: a box of elements. Kept in step with Plan in _cuda_kernel.py.
+// One piece of a fill: a box of elements. Kept in step with Plan in _cuda_engine.py.
 struct Plan {
   u64 seed, block;                     // of the generator: its key, and its offset in blocks
   u64 count;                           // units of work: for each run of the last dim, as many as `units`

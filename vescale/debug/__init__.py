@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vescale.comm import messages
 from vescale.debug._breakpoint import breakpoint, on_exception
-from vescale.debug._host_profile import DispatchStats, OpDispatch, dispatch_stats
+from vescale.debug._host_profile import dispatch_stats
 from vescale.debug._locations import place_of_traceback, running_place
 from vescale.debug._model_flops import flops_per_token
 from vescale.debug._monitor import Monitor, StepRecord, monitor
 from vescale.debug._prompt import newest_socket
 from vescale.debug._trace import CommBudgetError, CommTrace, assert_comms, comm_trace
-from vescale.debug._verify import MeshVerification, Verification, verify
+from vescale.debug._verify import Verification, verify
 from vescale.debug._verify_job import Divergence
-from vescale.debug._watchdog import HangReport, hang_report, start_from_environment
-from vescale.plans import PlanMismatchError
+from vescale.debug._watchdog import hang_report, start_from_environment
 
 if TYPE_CHECKING:
     from vescale.debug._host_profile import HostProfile, profile_host

@@ -25,10 +25,8 @@ from vescale.errors import Coded
 _PATIENCE_SECONDS = 30.0
 
 
-class CommBudgetError(Coded, AssertionError):
+class CommBudgetError(Coded, AssertionError, code="VS1401"):
     """A program has communicated more, or less, than asserted."""
-
-    code = "VS1401"
 
 
 class CommTrace(Observer):

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale.agreement import PAUSED, wait_limit
+from vescale.agreement import PAUSED, ranks_text, wait_limit
 from vescale.comm import Observer, Operation, observe
 from vescale.compat import note, own_connection
-from vescale.debug._job_processes import ProcessIdentity
 from vescale.debug._locations import Place, main_thread_stack, main_thread_waits, place_of_traceback, running_place
+from vescale.debug._stopped_ranks import ProcessIdentity
 from vescale.errors import DebugOptionError
 from vescale.plans import PlanError
 from vescale.runtime import ImplicitCommunicationError
@@ -179,7 +179,7 @@ def _of_collective(stuck: StartedCollective, reports: Mapping[int, RankReport]) 
     if absent:
         there = sorted(set(stuck.ranks) - set(absent))
         return (
-            f"{_ranks_text(absent)} did not enter {stuck.text()}, in which {_ranks_text(there)} "
+            f"{ranks_text(absent)} did not enter {stuck.text()}, in which {ranks_text(there)} "
             f"{'has' if len(there) == 1 else 'have'} waited for {waits:.1f} s: "
             f"{'; '.join(_about(rank, reports.get(rank)) for rank in absent)}"
         )
@@ -189,15 +189,15 @@ def _of_collective(stuck: StartedCollective, reports: Mapping[int, RankReport]) 
     if len(kinds) > 1:
         few, many = sorted(kinds.values(), key=lambda ranks: (len(ranks), -ranks[0]))[:: len(kinds) - 1]
         return (
-            f"{_ranks_text(few)} entered {entered[few[0]].text()}, and {_ranks_text(many)} {entered[many[0]].text()} "
+            f"{ranks_text(few)} entered {entered[few[0]].text()}, and {ranks_text(many)} {entered[many[0]].text()} "
             f"instead: {_about(few[0], reports[few[0]])}"
         )
     bad = [rank for rank in stuck.ranks if reports[rank].process.state() in ("stopped", "ended")]
     if bad:
         texts = "; ".join(_about(rank, reports[rank]) for rank in bad)
-        return f"{_ranks_text(bad)} entered {stuck.text()} and cannot continue: {texts}"
+        return f"{ranks_text(bad)} entered {stuck.text()} and cannot continue: {texts}"
     return (
-        f"all of {_ranks_text(sorted(entered))} have entered {stuck.text()}, which has not finished for {waits:.1f} "
+        f"all of {ranks_text(sorted(entered))} have entered {stuck.text()}, which has not finished for {waits:.1f} "
         "s: the network or a device is stuck"
     )
 
@@ -248,10 +248,6 @@ def _has_entered(report: RankReport | None, stuck: StartedCollective) -> bool:
 
 def _about(rank: int, report: RankReport | None) -> str:
     return f"rank {rank} {report.whereabouts() if report is not None else 'has not reported since the job began'}"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 EXIT_CODE = 70  # of every rank that a report ends: EX_SOFTWARE

@@ -39,10 +39,8 @@ class _Estimate(Protocol):
     def ranks(self) -> Sequence[_Memory]: ...
 
 
-class EstimateWarning(Coded, UserWarning):
+class EstimateWarning(Coded, UserWarning, code="VS1502"):
     """An estimate differs from a measurement, or the batch has an input that the model does not read."""
-
-    code = "VS1502"
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,58 @@ from torch import nn
 
 from vescale.buffer import Layout, plan_layout
 from vescale.compat.attention_kernels import attention_by, host_has_attention_kernel
-from vescale.errors import ArgumentError, UnsupportedRandomOpError
+from vescale.errors import ArgumentError, ArgumentTypeError, UnsupportedRandomOpError, kind_of
 from vescale.estimation._compare import Comparison, compare
-from vescale.estimation._depth import first_and_last_of, typical_runs
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
-from vescale.estimation._optimizers import make_optimizer
 from vescale.estimation._rank_states import RankMemory, SeenRank, memory_of_ranks, rank_states, uneven_axes
 from vescale.estimation._rehearsal import Rehearsal, rehearse
-from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
+from vescale.estimation._skeleton import first_and_last_of, loss_of, make_batch, skeleton_of, typical_runs
 from vescale.estimation._stages import first_microbatch, one_rank_plan, plan_of_cut, step_of_stages
 from vescale.estimation._step_time import StepTime, seconds_of_stages, step_time
 from vescale.estimation._unfilled import Routing
 from vescale.ir import Local, Program, Repeats, UnitBucket, lower, repeats_of, unit_buckets
-from vescale.plans import MeshAxes, Plan
+from vescale.plans import MeshAxes, Plan, did_you_mean
 
 if TYPE_CHECKING:
     from vescale.pipeline import Schedule
+
+
+# Optimizers by name.
+
+
+def _adamw8bit(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from vescale.optim import AdamW8bit
+
+    return AdamW8bit(parameters)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "adamw-for-loop": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters),
+    "adamw8bit": _adamw8bit,
+}
+
+
+def make_optimizer(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
+    """Raises ValueError for an unknown name, TypeError for what cannot be called."""
+    if optimizer is None or optimizer == "none":
+        return None
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in OPTIMIZERS:
+            raise ArgumentError(
+                f"optimizer {optimizer!r} is not one of "
+                f"{', '.join(OPTIMIZERS)}{did_you_mean(optimizer, tuple(OPTIMIZERS))}"
+            )
+        return OPTIMIZERS[optimizer.lower()]
+    if not callable(optimizer):
+        raise ArgumentTypeError(f"optimizer is {kind_of(optimizer)}; pass a name, or a function of the parameters")
+    return optimizer
 
 
 # Attention of a GPU, on a host whose kernels do not take the same calls.

@@ -18,11 +18,9 @@ from vescale._parallelize import parallelize
 from vescale.comm import CommRecord, record_comms
 from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation._bucket_gradients import bucket_gradients
-from vescale.estimation._depth import first_and_last_of, typical_runs
-from vescale.estimation._memory_log import Instant, MemoryLog
+from vescale.estimation._memory_log import Instant, MemoryLog, tensors_in
 from vescale.estimation._rehearsal import Rehearsal, apart, balanced_tokens, given
-from vescale.estimation._skeleton import loss_of, skeleton_of
-from vescale.estimation._tensors_in import tensors_in
+from vescale.estimation._skeleton import first_and_last_of, loss_of, skeleton_of, typical_runs
 from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.fsdp import values_are_of_no_interest
 from vescale.ir import (

@@ -21,10 +21,8 @@ from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of, note
 from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients, gradients_beside_units
-from vescale.estimation._memory_log import Instant, MemoryLog
-from vescale.estimation._op_costs import OpCosts
+from vescale.estimation._memory_log import Instant, MemoryLog, OpCosts, tensors_in
 from vescale.estimation._stages import follow_stages
-from vescale.estimation._tensors_in import tensors_in
 from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.fsdp import state_of, values_are_of_no_interest
 from vescale.ir import Local, Repeats

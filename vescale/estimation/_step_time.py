@@ -12,7 +12,7 @@ import torch
 from vescale.comm import CommRecord, ring_bytes
 from vescale.estimation._bucket_gradients import bucket_shares
 from vescale.estimation._devices import Device
-from vescale.estimation._op_costs import RANDOM_FILLS, OpCost, OpCosts
+from vescale.estimation._memory_log import RANDOM_FILLS, OpCost, OpCosts
 from vescale.estimation._rehearsal import Rehearsal, is_of_parameters, names_block
 from vescale.gradients import FLAGS_REQUESTER
 from vescale.ir import Repeats

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from vescale.compat import FakeTensor, TorchDispatchMode, tree_leaves, tree_map
-from vescale.estimation._memory_log import MemoryLog
-from vescale.estimation._tensors_in import tensors_in
+from vescale.estimation._memory_log import MemoryLog, tensors_in
 
 # Collectives among ranks that do not exist: every other rank has what this one has.
 

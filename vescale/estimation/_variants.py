@@ -12,7 +12,6 @@ from typing import Any
 import regex
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
 
 from vescale.errors import (
     ArgumentError,
@@ -25,8 +24,6 @@ from vescale.errors import (
 from vescale.estimation._estimate import Estimate
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import (
-    INIT,
-    RUN,
     CheckpointEntry,
     MeshAxes,
     Plan,
@@ -184,8 +181,7 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
         )
     found = _without(_without_ragged(plan), UnitEntry)
     if stage:
-        found.shard(".*", {axis: RaggedShard() for axis in own}, phase=INIT)
-        found.shard(".*", {axis: Replicate() for axis in own}, phase=RUN)
+        found.zero(3, axis=own)
         forward, backward = (None, None) if stage == 3 else (False, None if stage == 2 else False)
         own_units = [entry for entry in plan.entries if isinstance(entry, UnitEntry)]
         for entry in own_units:

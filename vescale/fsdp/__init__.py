@@ -9,7 +9,7 @@ from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale.fsdp._parameter import ManagedParameter, Slot, managed_by, registered_of
-from vescale.fsdp._report import GroupReport, Report, report
+from vescale.fsdp._report import report
 from vescale.fsdp._sharded_parameters import GroupMember
 from vescale.fsdp._state import ModuleState, state_of
 from vescale.fsdp._unfilled import check_filled, mark_unfilled, places_on_meta, unfilled, values_are_of_no_interest

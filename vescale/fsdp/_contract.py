@@ -85,10 +85,8 @@ class Event(Enum):
     ABANDON = "abandon"
 
 
-class ResidencyError(Coded, RuntimeError):
+class ResidencyError(Coded, RuntimeError, code="VS0603"):
     """An event in a state in which it must not happen."""
-
-    code = "VS0603"
 
     def __init__(self, what: str, state: Enum, event: Enum, legal: Iterable[tuple[Any, Any]]) -> None:
         events = ", ".join(repr(one.value) for of, one in legal if of is state)

@@ -5,10 +5,7 @@ on: gradients that are reduced where their parameters were gathered, and end sha
 """
 
 from vescale.gradients._arrival_hooks import StepHooks
-from vescale.gradients._bucket import Bucket
 from vescale.gradients._collective_order import FLAGS_REQUESTER, CollectiveOrder, OrderedUnit, next_unit_number
-from vescale.gradients._comm_hook import CommHook, GradientBucket
-from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._hooked_parameters import ModuleTree, refuse_reducers_of
 from vescale.gradients._one_backward import OneBackward

@@ -14,24 +14,25 @@ from vescale.ir._forward_state import (
 )
 from vescale.ir._lower import check, lower
 from vescale.ir._model_copy import copy_model, dtype_of_input, example_inputs, hf_inputs, random_inputs, skeleton_of
-from vescale.ir._new_plan import Coverage, NewPlan, coverage, new_plan
-from vescale.ir._operations import (
+from vescale.ir._new_plan import NewPlan, coverage, new_plan
+from vescale.ir._packed_weights import packed_dims
+from vescale.ir._placement_checks import refuse_part_of_replicas, uneven_cuts, uneven_inputs
+from vescale.ir._program import (
     Annotate,
     Attention,
     Checkpoint,
     Factory,
+    Hook,
+    Instruction,
     Local,
     Op,
     Place,
     Precision,
+    Program,
     Redistribute,
-    Stage,
     Unit,
     Wrap,
 )
-from vescale.ir._packed_weights import Packing, packed_dims
-from vescale.ir._placement_checks import UnevenCut, refuse_part_of_replicas, uneven_cuts, uneven_inputs
-from vescale.ir._program import Change, Hook, Instruction, Program, ProgramDiff
 from vescale.ir._units import (
     PartialGradient,
     PredictedBucket,

@@ -103,10 +103,8 @@ class Finding:
         return f"{self.source}: {self.problem}" if self.source is not None else self.problem
 
 
-class LoweringError(PlanError):
+class LoweringError(PlanError, code="VS0200"):
     """A plan that does not fit a model; ``findings`` holds every mistake, ``problem`` and ``source`` are the first's."""
-
-    code = "VS0200"
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         first = findings[0]

@@ -50,7 +50,8 @@ class _Rebinding:
         if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
             return types.MethodType(self._function(value.__func__), value.__self__)
         if type(value) is functools.partial:
-            return functools.partial(self.of(value.func), *map(self.of, value.args), **self._dict(value.keywords))
+            keywords = {key: self.of(item) for key, item in value.keywords.items()}
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
         if type(value) in (list, tuple):
             found = [self.of(each) for each in value]
             return value if all(map(_same, found, value)) else type(value)(found)
@@ -78,9 +79,6 @@ class _Rebinding:
                 return value
             return dict(zip(value, found)) if isinstance(value, dict) else type(value)(found)
         return value
-
-    def _dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: self.of(value) for key, value in values.items()}
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         known = self._functions.get(id(function))

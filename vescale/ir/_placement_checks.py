@@ -19,8 +19,7 @@ from vescale.compat import StridedShard, root_mesh
 from vescale.errors import ParallelizeError, kind_of
 from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
-from vescale.ir._operations import Place, Wrap, part_sizes
-from vescale.ir._program import Program
+from vescale.ir._program import Place, Program, Wrap, part_sizes
 from vescale.ir._resolve import PlannedPlacement, PlannedState, Resolution, shown_name
 from vescale.ir._units import GatheredUnit, gathered_positions, join_placements, ragged_positions
 from vescale.placements import InterleavedShard, normalize_placements, shard_dim

@@ -17,7 +17,7 @@ from vescale.compat import WRAPPER_MODULES
 from vescale.errors import SlowPathError
 from vescale.ir._findings import Findings, merge_repeats, name_list
 from vescale.ir._model_index import ModelIndex, StateTensor
-from vescale.ir._operations import Stage
+from vescale.ir._program import Stage
 from vescale.placements import from_front, shard_dim
 from vescale.plans import (
     ALL,
@@ -336,24 +336,7 @@ def resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
     """
     resolver = _Resolver(index, findings)
     for entry in plan.entries:
-        if isinstance(entry, ShardEntry):
-            resolver.shard(entry)
-        elif isinstance(entry, RedistributeEntry):
-            resolver.redistribute(entry)
-        elif isinstance(entry, AnnotateEntry):
-            resolver.annotate(entry)
-        elif isinstance(entry, FactoryEntry):
-            resolver.factory(entry)
-        elif isinstance(entry, AttentionEntry):
-            resolver.attention(entry)
-        elif isinstance(entry, LocalEntry):
-            resolver.local(entry)
-        elif isinstance(entry, PrecisionEntry):
-            resolver.precision(entry)
-        elif isinstance(entry, CheckpointEntry):
-            resolver.checkpoint(entry)
-        else:
-            resolver.unit(entry)
+        getattr(resolver, type(entry).__name__.removesuffix("Entry").lower())(entry)  # the method of this kind
     resolver.spread_unindexed()
     return resolver.resolution
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.buffer import Layout, TensorGroup
 from vescale.comm import (
     DEFAULT_BUCKET_BYTES,
-    BucketBytes,
     ReductionCost,
     bucket_limits,
     link_of,
@@ -26,8 +25,7 @@ from vescale.comm import (
 from vescale.compat import reduce_dtype_of
 from vescale.ir._findings import Findings, name_list
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._operations import Place, Unit
-from vescale.ir._program import Program
+from vescale.ir._program import Place, Program, Unit
 from vescale.ir._resolve import PlannedState, Resolution, shown_name
 from vescale.placements import RaggedShard, local_region, shard_dim
 from vescale.plans import MeshAxes, PrecisionEntry, Source, UnitEntry, placement_text
@@ -100,7 +98,8 @@ def find_units(
     """The units of the parameters that rest sharded, in one cut over one axis or several, and run replicated there; mistakes
     become findings."""
     explicit = resolution.units
-    paths = {**dict.fromkeys(("", *_inferred(index, explicit))), **explicit}
+    inferred = [path for path in repeated_blocks(index) if explicit.keys().isdisjoint(enclosing(path))]
+    paths = {**dict.fromkeys(("", *inferred)), **explicit}
     replicas = _input_axes(resolution)
     found: dict[tuple[str, tuple[str, ...], tuple[str, ...], PrecisionEntry | None], list[str]] = {}
     for name, planned in resolution.states.items():
@@ -168,11 +167,6 @@ def _blocks(container: nn.Module) -> set[str]:
         if any(True for _ in child.children()) or not type(child).__module__.startswith("torch.nn.")
     }
     return {name for name, child in children if type(child) in composed and kinds.count(type(child)) > 1}
-
-
-def _inferred(index: ModelIndex, explicit: dict[str, UnitEntry]) -> list[str]:
-    """Repeated blocks that are not inside of a unit of the plan."""
-    return [path for path in repeated_blocks(index) if not any(around in explicit for around in enclosing(path))]
 
 
 def _input_axes(resolution: Resolution) -> set[str]:
@@ -551,16 +545,11 @@ class PredictedBucket:
         return (scattered, ("all_reduce", others, rest)) if others else (scattered,)
 
 
-def predict_buckets(
-    gradients: Sequence[PartialGradient],
-    axes: MeshAxes,
-    bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES,
-    device_type: str = "cpu",
-) -> tuple[PredictedBucket, ...]:
+def predict_buckets(gradients: Sequence[PartialGradient], axes: MeshAxes) -> tuple[PredictedBucket, ...]:
     """The buckets of ``gradients``, given in the order in which they get ready."""
-    link = link_of(device_type)
+    link = link_of("cpu")
     num_ranks = [math.prod(axes.size(axis) for axis in gradient.axes) for gradient in gradients]
-    limits = bucket_limits(bucket_bytes, max(num_ranks, default=1), link)
+    limits = bucket_limits(DEFAULT_BUCKET_BYTES, max(num_ranks, default=1), link)
     found = []
     for indices in plan_buckets([((g.axes, g.dtype, g.scatter), g.num_bytes) for g in gradients], limits):
         first, num_bytes = gradients[indices[0]], sum(gradients[index].num_bytes for index in indices)

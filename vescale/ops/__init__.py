@@ -7,17 +7,13 @@ placement that is constructed calls.
 # The files of op families: each registers its ops in the registry when it is imported.
 from vescale.ops import (
     attention,
-    batch_norm,
-    concatenation,
     convolution,
     elementwise,
-    embedding,
     factories,
     indexing,
     interleaved,
     losses,
     norms,
-    pooling,
     recurrent,
     reductions,
     slicing,
@@ -34,11 +30,10 @@ from vescale.ops._boundary_copies import (
     require_current,
     settling,
 )
-from vescale.ops._call import Decision, OpCall, Rule
+from vescale.ops._call import Decision, OpCall
 from vescale.ops._conversion import (
     PreparedConversion,
     bring,
-    bring_with_gradient,
     convert,
     cut,
     enter_local,
@@ -51,30 +46,20 @@ from vescale.ops._conversion import (
     wrap_global,
     write_back,
 )
-from vescale.ops._decide import register_rule
 from vescale.ops._install import (
     PlacementFallbackError,
     PlacementFallbackWarning,
     decide_interleaved,
     install,
     misjudged_view,
+    register_rule,
     run_op,
     strict_placements,
     view_of_parts,
 )
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
-from vescale.ops._registry import (
-    OpContext,
-    OpEntry,
-    OpFamily,
-    When,
-    entries,
-    families,
-    register,
-    register_aten,
-    register_family,
-)
-from vescale.ops._ring_attention import Meeting, RingSchedule, Runs, meetings
+from vescale.ops._registry import OpContext, OpEntry, When, entries, families, register, register_family
+from vescale.ops._ring_attention import RingSchedule, meetings
 from vescale.ops._sparse import is_sparse, multiply_sparse
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.attention import ROWS, AttentionWork, attend_to_prefixes, sequence_axes

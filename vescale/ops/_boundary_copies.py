@@ -263,17 +263,17 @@ def settle(written: torch.Tensor, other: torch.Tensor) -> None:
             side.edition = side.group.edition
 
 
-def require_current(x: DTensor) -> None:
-    """Before anything but an op reads ``x``: gather anew what it views, and call ``outdated`` of a boundary if it has old
+def require_current(tensor: DTensor) -> None:
+    """Before anything but an op reads it: gather anew what it views, and call ``outdated`` of a boundary if it has old
     values, or views a copy of what has."""
     if _native_require_current is not None:
-        _native_require_current(x)
+        _native_require_current(tensor)
         return
     for storage in _written_locals() if _LOCAL_PARTS and LIVE_COPIES else ():
         AFTER_LOCAL_WRITES[0](storage)
     if not _SIDES and not OUTDATED_VIEWS:
         return
-    storages = list(_storages(local_of(x)))
+    storages = list(_storages(local_of(tensor)))
     for storage in reversed(storages) if OUTDATED_VIEWS else ():
         update = OUTDATED_VIEWS.pop(id(getattr(storage, ORIGIN, None)), None)
         if update is not None:

@@ -146,18 +146,25 @@ def meetings(rows: Runs, keys: Runs, is_causal: bool) -> tuple[Meeting, ...]:
 
 
 # Attention of some queries to one block of keys after another: softmax over all blocks without holding them at once.
-# ============ ================================== ======================================================================
-# tensor shape meaning ============ ==================================
-# ====================================================================== ``query`` (..., heads, group, rows, size)
-# ``group`` query heads share a key/value head ``key`` (..., heads, keys, size) of one block ``value`` (..., heads,
-# keys, value size) ``mask`` broadcasts to (..., heads, group, bool: keys that a row attends to; else added to scores
-# rows, keys) ``kept`` (..., heads, group, rows, keys) bool: weights that dropout keeps ``out`` (..., heads, group,
-# rows, the result over the blocks so far, in float32 for half precision value size) ``log_sum`` (..., heads, group,
-# rows) log of the sum of exp(score) over keys so far, or -inf ============ ==================================
-# ====================================================================== The result of a block is weighted by ``exp(its
-# log_sum - the new log_sum)``. Rows that attend to no key are zero. Scores are computed for a bounded number of rows at
-# a time, forward and backward. Source: FlashAttention's recomputation, Dao et al., arXiv:2205.14135; merged over ranks:
-# Liu et al., arXiv:2310.01889.
+#
+# ============  ==================================  ======================================================================
+# tensor        shape                               meaning
+# ============  ==================================  ======================================================================
+# ``query``     (..., heads, group, rows, size)     ``group`` query heads share a key/value head
+# ``key``       (..., heads, keys, size)            of one block
+# ``value``     (..., heads, keys, value size)
+# ``mask``      broadcasts to (..., heads, group,   bool: keys that a row attends to; else added to scores
+#               rows, keys)
+# ``kept``      (..., heads, group, rows, keys)     bool: weights that dropout keeps
+# ``out``       (..., heads, group, rows,           the result over the blocks so far, in float32 for half precision
+#               value size)
+# ``log_sum``   (..., heads, group, rows)           log of the sum of exp(score) over keys so far, or -inf
+# ============  ==================================  ======================================================================
+#
+# The result of a block is weighted by ``exp(its log_sum - the new log_sum)``. Rows that attend to no key are zero.
+# Scores are computed for a bounded number of rows at a time, forward and backward.
+#
+# Source: FlashAttention's recomputation, Dao et al., arXiv:2205.14135; merged over ranks: Liu et al., arXiv:2310.01889.
 
 # Number of scores that are held at a time, unless one row has more.
 _MAX_SCORES = 1 << 22

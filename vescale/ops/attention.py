@@ -490,7 +490,8 @@ def _attention(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     if gathered:
         names = ",".join(context.axis_names[axis] for axis in gathered)
         key, value = gather_pair(key, value, gathered, f"attention: all_gather on {names}")
-    ring_axes = [axis for axis in rows if methods[axis] == "ring" and _shards_rows(axis, key, value)]
+    cut = {axis for x in (key, value) for axis, p in enumerate(x.placements) if shard_dim(p) == x.ndim - 2}
+    ring_axes = [axis for axis in rows if methods[axis] == "ring" and axis in cut]
     if ring_axes:
         names = ",".join(context.axis_names[axis] for axis in ring_axes)
         value = shard_value_as_key(key, value, ring_axes, f"attention: ring on {names}")
@@ -622,7 +623,3 @@ def _attend_in_ring(
         return ring_attention(
             ring, q, k, v, mask, kept, scale=options["scale"], dropout=dropout, grouped=options["enable_gqa"]
         )
-
-
-def _shards_rows(axis: int, *operands: DTensor) -> bool:
-    return any(shard_dim(x.placements[axis]) == x.ndim - 2 for x in operands)

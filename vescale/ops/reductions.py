@@ -17,7 +17,7 @@ from vescale.compat import DTensorSpec, TensorMeta, some_rank_holds_nothing, sto
 from vescale.ops._call import Decision, OpCall, Placements, with_placements
 from vescale.ops._conversion import whole
 from vescale.ops._registry import handles, register_aten
-from vescale.ops._regrouped_dims import refit_ragged, runs_of
+from vescale.ops.views import refit_ragged, runs_of
 from vescale.placements import is_sharded, own_region, ragged_axis, shard_dim, without_partials
 
 # The last step of a reduction: combining a few values of each rank.

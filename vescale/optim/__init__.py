@@ -6,9 +6,8 @@ from vescale.optim._blocks import Blocks
 from vescale.optim._clip import clip_grad_norm_, clip_grads_with_norm_, extend_torch_for_stages, get_total_norm
 from vescale.optim._ema import EMA
 from vescale.optim._muon import Muon, muon_groups, muon_layout
+from vescale.optim._preconditioned import SOAP, Shampoo
 from vescale.optim._report import OptimizerReport, ParameterReport, report
-from vescale.optim._shampoo import Shampoo
-from vescale.optim._soap import SOAP
 
 __all__ = [
     "EMA",

@@ -34,7 +34,7 @@ from vescale.optim._adamw8bit_update import (
 )
 from vescale.optim._blocks import Blocks, FlatBlocks, Part, RowBlocks
 from vescale.optim._report import ParameterReport, compare_parameters, shown_names
-from vescale.optim._state_loading import ExactStates
+from vescale.optim._state_loading import ExactStates, options_of
 from vescale.optim._step_gradients import StepGradients, check_no_capture, local_part
 from vescale.placements import RaggedShard, Region, contiguous_stride, distribute_tensor, local_region, own_region
 from vescale.rng import indexed_bits
@@ -293,23 +293,7 @@ class AdamW8bit(ExactStates):
         capturable: bool = False,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "block_size": block_size,
-            "block": block,
-            "min_numel": min_numel,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "master_weights": master_weights,
-            "skip_nonfinite": skip_nonfinite,
-            "maximize": maximize,
-            "capturable": capturable,
-            "seed": seed,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

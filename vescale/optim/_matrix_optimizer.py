@@ -16,7 +16,7 @@ from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep, OwnedMatrix, plan_rounds
 from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, Ownership, local_tensor
 from vescale.optim._report import ParameterReport
-from vescale.optim._state_loading import ExactStates
+from vescale.optim._state_loading import ExactStates, options_of
 from vescale.optim._step_gradients import LinkedRanks, StepBeats, agreed_gradients, check_no_capture
 from vescale.placements import Box
 
@@ -137,25 +137,18 @@ class MatrixOptimizer(ExactStates):
 
     algorithm: str
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        skip_nonfinite: bool,
-        split_replicas: bool,
-        compare_gradients: bool | None,
-        bucket_bytes: int,
-    ) -> None:
-        if bucket_bytes < 1:
-            raise OptimizerError(f"bucket_bytes={bucket_bytes}; a bucket holds at least one byte")
-        self._skip_nonfinite, self._bucket_bytes = skip_nonfinite, bucket_bytes
-        self._split_replicas, self._compare_gradients = split_replicas, compare_gradients
+    def __init__(self, params: Iterable[Any], given: Mapping[str, Any]) -> None:
+        """``given``: the ``locals()`` of a subclass's constructor. All options but these four have a value in each group."""
+        defaults = {"algorithm": self.algorithm, **options_of(given), "blocks": None}
+        self._skip_nonfinite, self._split_replicas = defaults.pop("skip_nonfinite"), defaults.pop("split_replicas")
+        self._compare_gradients, self._bucket_bytes = defaults.pop("compare_gradients"), defaults.pop("bucket_bytes")
+        if self._bucket_bytes < 1:
+            raise OptimizerError(f"bucket_bytes={self._bucket_bytes}; a bucket holds at least one byte")
         self._parameters: MatrixParameters | None = None
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
         self._linked = LinkedRanks(type(self).__name__)
         self._beats = StepBeats("gradients of an optimizer")
-        super().__init__(params, {"algorithm": self.algorithm, **defaults})
+        super().__init__(params, defaults)
         self._parameters = MatrixParameters(
             Algorithm(self._grid, self._cost, self._kinds, self._dtypes, self._announce), self._split_replicas
         )

@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -382,7 +382,7 @@ class MatrixParameters:
                     placed.append(PlacedMatrix(cost, ranks, where.fixed, where.is_kept, repeated))
         kinds = self._algorithm.kinds(made)
         on_meshes = [index for index, matrix in enumerate(made) if matrix.place.mesh is not None]
-        placed = [_of_kind(each, kinds[index]) for each, index in zip(placed, on_meshes)]
+        placed = [replace(each, kind=kinds[index]) for each, index in zip(placed, on_meshes)]
         together: dict[frozenset[int], list[int]] = defaultdict(list)
         for number, each in enumerate(placed):
             together[each.mesh.members].append(number)
@@ -411,10 +411,6 @@ class MatrixParameters:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, which shares its memory."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _of_kind(placed: PlacedMatrix, kind: int) -> PlacedMatrix:
-    return PlacedMatrix(placed.cost, placed.mesh, placed.fixed, placed.is_kept, placed.repeated_axes, kind)
 
 
 def _placed(matrix: OwnedMatrix) -> PlacedMatrix:

@@ -177,31 +177,11 @@ class Muon(MatrixOptimizer):
         compare_gradients: bool | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
+        given = dict(locals())
+        self._orthogonalize = given.pop("orthogonalize")
         if orthogonalize is not None and not callable(orthogonalize):
             raise OptimizerError(f"orthogonalize={orthogonalize!r}; pass a function of a matrix, or None")
-        self._orthogonalize = orthogonalize
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "coefficients": coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "norm_dtype": norm_dtype,
-            "adjust_lr": adjust_lr,
-            "batch": batch,
-            "blocks": None,
-        }
-        super().__init__(
-            params,
-            defaults,
-            skip_nonfinite=skip_nonfinite,
-            split_replicas=split_replicas,
-            compare_gradients=compare_gradients,
-            bucket_bytes=bucket_bytes,
-        )
+        super().__init__(params, given)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         lr, wanted = group["lr"], "a number >= 0"

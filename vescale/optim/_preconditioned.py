@@ -1,11 +1,11 @@
-"""``PreconditionedOptimizer``: what Shampoo and SOAP have in common."""
+"""``Shampoo`` and ``SOAP``, and ``PreconditionedOptimizer``, what they have in common."""
 
 from __future__ import annotations
 
 import heapq
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale.agreement import Round
-from vescale.comm import join_axes
+from vescale.comm import DEFAULT_BUCKET_BYTES, join_axes
 from vescale.compat import is_alone, make_dtensor, make_spec, without_modes
 from vescale.errors import ConsensusError, OptimizerError
 from vescale.gradients import shares_of
+from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
 from vescale.optim._matrix_exchange import OwnedMatrix
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
+from vescale.optim._report import dtype_name, named_dtype
 from vescale.optim._step_gradients import check_no_capture
 from vescale.placements import RaggedShard, contiguous_stride, ragged_axis
 
@@ -291,3 +293,354 @@ def _frequency(group: dict[str, Any]) -> int:
 
 def _wide(parameter: MatrixParameter) -> torch.dtype:
     return torch.promote_types(parameter.tensor.dtype, torch.float32)
+
+
+# ``Shampoo``: Kronecker-factored preconditioning of tiles, each by one rank, with the size of a grafted step.
+
+
+_GRAFT_EPS = 1e-8  # of Adam's step
+
+
+class Shampoo(PreconditionedOptimizer):
+    """Shampoo on parameters in any placement; AdamW for groups with ``algorithm="adamw"``.
+
+    A matrix is split into tiles of at most ``max_preconditioner_dim``. For each tile G, ``L = b2 L + (1 - b2) G G^T``
+    and ``R = b2 R + (1 - b2) G^T G``; the direction is ``(L + eps)^(-1/4) G (R + eps)^(-1/4)``, scaled to the norm of
+    the grafted step. Decay is decoupled, as in AdamW. L and R are not corrected for their start at zero, which the
+    scaling would undo. Each tile is computed by one rank, which alone holds its states; results have the bits of one
+    device on any mesh.
+
+    In a step the gradient of each tile travels to the owner once, in the parameter's dtype, and the update once to each
+    rank that holds it, in float32 at least.
+
+    A vector has one factor, with the exponent -1/2. A parameter of 3 dims is a stack of matrices; of more dims, one
+    matrix whose columns are the dims behind the first. A scalar takes the grafted step.
+
+    Args:
+        params: parameters, named or not, or groups, as :class:`~vescale.optim.Muon` takes them, with
+            ``algorithm="shampoo"`` (default) or ``"adamw"``, and ``blocks``.
+        betas: of the average of gradients (0: none, else corrected for its start at zero) and of L, R and Adam's
+        square. eps: added to the eigenvalues of L and R.
+        precondition_frequency: the number of steps after which roots are recomputed.
+        start_preconditioning_step: the grafted step is taken before; None: ``precondition_frequency``.
+        grafting: the method whose step determines the size: ``"adam"``, without momentum (eps 1e-8); ``"sgd"``, the
+            gradient; None: no scaling (before the first root, the gradient).
+        stagger: the roots of different tiles are due in different steps of each ``precondition_frequency``; a tile's
+            first root may then be up to so many steps later. The schedule depends on the tiles alone. False: all in the
+            same step.
+        skip_nonfinite, split_replicas, compare_gradients, bucket_bytes: as in :class:`~vescale.optim.Muon`.
+        lr: learning rate.
+        weight_decay: of the parameters, decoupled from the gradient.
+
+    Where L or R is not finite, so is the direction: no rank raises while others wait for it.
+
+    Raises ValueError for options without meaning, or parameters that differ between ranks.
+    """
+
+    algorithm = "shampoo"
+    _element_states = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.0, 0.999),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        *,
+        precondition_frequency: int = 1,
+        start_preconditioning_step: int | None = None,
+        max_preconditioner_dim: int = 1024,
+        grafting: str | None = "adam",
+        stagger: bool = True,
+        skip_nonfinite: bool = False,
+        split_replicas: bool = True,
+        compare_gradients: bool | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        super().__init__(params, dict(locals()))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if group["grafting"] not in ("adam", "sgd", None):
+            raise OptimizerError(f'grafting={group["grafting"]!r}; pass "adam", "sgd" or None')
+        start = group["start_preconditioning_step"]
+        if start is not None and (type(start) is not int or start < 1):
+            raise OptimizerError(f"start_preconditioning_step={start!r}; pass a positive integer, or None")
+
+    def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
+        group = parameter.group
+        if group["algorithm"] == "adamw" or not parameter.place.shape:
+            return None
+        return tile_grid(parameter.place.shape, group["blocks"], group["max_preconditioner_dim"], parameter.name)
+
+    def _state_shapes(self, parameter: MatrixParameter, matrix: OwnedMatrix) -> dict[str, tuple[int, ...]]:
+        rows, columns = matrix.rows, matrix.columns
+        shapes: dict[str, tuple[int, ...]] = {"row_factor": (rows, rows), "row_root": (rows, rows)}
+        if len(parameter.place.shape) > 1:
+            shapes |= {"column_factor": (columns, columns), "column_root": (columns, columns)}
+        if parameter.group["grafting"] == "adam":
+            shapes["exp_avg_sq"] = (rows, columns)
+        if parameter.group["betas"][0]:
+            shapes["exp_avg"] = (rows, columns)
+        return shapes
+
+    def _precondition(
+        self,
+        matrix: OwnedMatrix,
+        parameter: MatrixParameter,
+        gradient: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        step: int,
+    ) -> torch.Tensor:
+        group = parameter.group
+        decay = group["betas"][1]
+        _average_factors(states, gradient, decay)
+        filtered, grafted = self._grafted(group, gradient, states, step)
+        frequency = group["precondition_frequency"]
+        first = (group["start_preconditioning_step"] or frequency) + self._phase(matrix)
+        if step < first:
+            return grafted
+        power = -1 / 4 if "column_factor" in states else -1 / 2
+        if (step - first) % frequency == 0:
+            for side in ("row", "column") if "column_factor" in states else ("row",):
+                states[f"{side}_root"].copy_(inverse_root(states[f"{side}_factor"], power, group["eps"]))
+        direction = states["row_root"] @ filtered
+        if "column_root" in states:
+            direction = direction @ states["column_root"]
+        norm = direction.norm()
+        if group["grafting"] is not None:
+            direction.mul_(grafted.norm() / norm.clamp(min=torch.finfo(direction.dtype).tiny))
+        # No root has been due since the parameter, or the checkpoint, came from other groups, with another schedule.
+        return torch.where(norm == 0, grafted, direction)
+
+    def _grafted(
+        self, group: dict[str, Any], gradient: torch.Tensor, states: dict[str, torch.Tensor], step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the averaged gradient, the step whose size is taken)"""
+        beta, decay = group["betas"]
+        filtered = gradient
+        if beta:
+            states["exp_avg"].mul_(beta).add_(gradient, alpha=1 - beta)
+            filtered = states["exp_avg"] / (1 - beta**step)
+        if group["grafting"] != "adam":
+            return filtered, filtered
+        square = states["exp_avg_sq"].mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
+        return filtered, filtered / ((square / (1 - decay**step)).sqrt_().add_(_GRAFT_EPS))
+
+    def _update_elements(self, parameter: MatrixParameter, gradient: torch.Tensor) -> None:
+        states, step = self._local_states(parameter), int(self.state[parameter.tensor]["step"])
+        self.decay(parameter)
+        self._subtract(parameter, self._grafted(parameter.group, gradient.to(states["exp_avg"].dtype), states, step)[1])
+
+
+def inverse_root(factor: torch.Tensor, power: float, eps: float) -> torch.Tensor:
+    """``(factor + eps)^power`` of a symmetric positive semi-definite matrix, by its eigenvalues, in float64. Those below the
+    rounding of the largest one, ``size * machine epsilon`` of the factor's dtype, are noise, also below zero, and count as
+    that much: a negative power would make them the largest. A matrix that is not finite gives nan."""
+    if not bool(torch.isfinite(factor).all()):
+        return torch.full_like(factor, torch.nan)
+    values, vectors = torch.linalg.eigh(factor.double())
+    rounding = len(factor) * torch.finfo(factor.dtype).eps
+    values = values.clamp(min=values[-1].clamp(min=0) * rounding)
+    return ((vectors * values.add(eps).pow(power)) @ vectors.T).to(factor.dtype)
+
+
+# ``SOAP``: Adam in the eigenbasis of Shampoo's factors, each matrix by one rank.
+
+
+_WHOLE = 2**62  # matrices are not tiled
+_RIDGE = 1e-6  # of a factor's mean eigenvalue; far above float64 rounding, far below what a factor tells
+
+
+class SOAP(PreconditionedOptimizer):
+    """SOAP on parameters in any placement; AdamW for groups with ``algorithm="adamw"``.
+
+    For a matrix G with bases Q_L, Q_R: ``G' = Q_L^T G Q_R``, Adam on G' gives m and v, and
+    ``W <- (1 - lr wd) W - lr Q_L (m / (sqrt(v) + eps)) Q_R^T``, with Adam's correction of both averages. Then
+    ``L = b2 L + (1 - b2) G G^T``, R alike. The first step only makes the bases, by eigenvectors of L and R; it changes
+    no parameter. Every ``precondition_frequency`` steps they are refreshed: v is permuted to the order of the diagonal
+    of ``Q^T L Q``, and QR of ``L Q`` gives the new Q, into which m is rotated. Each matrix is computed by one rank,
+    which alone holds its states; results have the bits of one device on any mesh.
+
+    L and R are averaged, and decomposed, in ``factor_dtype``. Where they have no full rank (fewer tokens than sides), any
+    basis of their null space is one of eigenvectors, and rounding would choose: the one nearest to fixed vectors is taken,
+    and QR is that of ``(L + d) Q``, with d of 1e-6 of L's mean eigenvalue, below which eigenvalues count as zero, R alike.
+
+    In a step the gradient of each matrix travels to the owner once, in the parameter's dtype, and the update once to
+    each rank that holds it, in float32 at least. Vectors, scalars, and sides longer than ``max_preconditioner_dim``
+    have no basis; Adam on vectors and scalars runs on each rank's part. Parameters of 3 dims and more are seen as by
+    :class:`~vescale.optim.Shampoo`.
+
+    Args:
+        params: parameters, named or not, or groups, as :class:`~vescale.optim.Muon` takes them, with
+            ``algorithm="soap"`` (default) or ``"adamw"``, and ``blocks``.
+        betas: of m, and of v, L and R.
+        weight_decay: decoupled, as in AdamW.
+        stagger: refreshes of different matrices are due in different steps. The schedule depends on the matrices alone;
+            with a single matrix it is that of the paper. False: all in the same step.
+        factor_dtype: of L and R, torch.float64 or torch.float32. float32 halves their memory; with real gradients, whose
+            last bits differ between meshes, losses then differ by 20 to 700 times as much (docs/optimizers-matrix.md).
+        skip_nonfinite, split_replicas, compare_gradients, bucket_bytes: as in :class:`~vescale.optim.Muon`.
+
+    Raises ValueError for options without meaning, or parameters that differ between ranks.
+    """
+
+    algorithm = "soap"
+    _element_states = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        precondition_frequency: int = 10,
+        max_preconditioner_dim: int = 10000,
+        stagger: bool = True,
+        factor_dtype: torch.dtype = torch.float64,
+        skip_nonfinite: bool = False,
+        split_replicas: bool = True,
+        compare_gradients: bool | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        super().__init__(params, dict(locals()))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        group["factor_dtype"] = dtype_name(group["factor_dtype"], "factor_dtype")
+        if group["factor_dtype"] not in ("float32", "float64"):
+            raise OptimizerError(f"factor_dtype={group['factor_dtype']!r}; pass torch.float64 or torch.float32")
+
+    def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
+        shape = parameter.place.shape
+        if parameter.group["algorithm"] == "adamw" or len(shape) < 2:
+            return None
+        return tile_grid(shape, parameter.group["blocks"], _WHOLE, parameter.name)
+
+    def _state_shapes(self, parameter: MatrixParameter, matrix: OwnedMatrix) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "exp_avg": (matrix.rows, matrix.columns),
+            "exp_avg_sq": (matrix.rows, matrix.columns),
+        }
+        for side, size in (("row", matrix.rows), ("column", matrix.columns)):
+            if size <= parameter.group["max_preconditioner_dim"]:
+                shapes |= {f"{side}_factor": (size, size), f"{side}_basis": (size, size)}
+        return shapes
+
+    def _state_dtype(self, parameter: MatrixParameter, name: str) -> torch.dtype:
+        wide = super()._state_dtype(parameter, name)
+        return (
+            torch.promote_types(wide, named_dtype(parameter.group["factor_dtype"]))
+            if name.endswith("_factor")
+            else wide
+        )
+
+    def _decay_before(self, parameter: MatrixParameter) -> None:
+        if int(self.state[parameter.tensor]["step"]) > 1:
+            self.decay(parameter)
+
+    def _precondition(
+        self,
+        matrix: OwnedMatrix,
+        parameter: MatrixParameter,
+        gradient: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        step: int,
+    ) -> torch.Tensor:
+        group = parameter.group
+        if step == 1:
+            _average_factors(states, gradient, group["betas"][1])
+            for side in ("row", "column"):
+                if f"{side}_basis" in states:
+                    states[f"{side}_basis"].copy_(eigenbasis(states[f"{side}_factor"]))
+            return torch.zeros_like(gradient)
+        update = _rotated_back(_adam(group, _rotated(gradient, states), states, step - 1), states)
+        _average_factors(states, gradient, group["betas"][1])
+        frequency = group["precondition_frequency"]
+        if (step - 1) % frequency == self._phase(matrix) % frequency:
+            _refresh(states)
+        return update
+
+    def _update_elements(self, parameter: MatrixParameter, gradient: torch.Tensor) -> None:
+        step = int(self.state[parameter.tensor]["step"])
+        if step > 1:
+            states = self._local_states(parameter)
+            self.decay(parameter)
+            self._subtract(parameter, _adam(parameter.group, gradient.to(states["exp_avg"].dtype), states, step - 1))
+
+
+def _adam(group: dict[str, Any], gradient: torch.Tensor, states: dict[str, torch.Tensor], step: int) -> torch.Tensor:
+    beta1, beta2 = group["betas"]
+    states["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+    states["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    return states["exp_avg"] / states["exp_avg_sq"].sqrt().add_(group["eps"]) * correction
+
+
+def _average_factors(states: dict[str, torch.Tensor], gradient: torch.Tensor, beta: float) -> None:
+    for side, rows in (("row", gradient), ("column", gradient.T)):
+        if f"{side}_factor" in states:
+            factor = states[f"{side}_factor"]
+            rows = rows.to(factor.dtype)
+            factor.mul_(beta).add_(rows @ rows.T, alpha=1 - beta)
+
+
+def _rotated(values: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
+    if "row_basis" in states:
+        values = states["row_basis"].T @ values
+    return values @ states["column_basis"] if "column_basis" in states else values
+
+
+def _rotated_back(values: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
+    if "row_basis" in states:
+        values = states["row_basis"] @ values
+    return values @ states["column_basis"].T if "column_basis" in states else values
+
+
+def _refresh(states: dict[str, torch.Tensor]) -> None:
+    """One step of power iteration and QR for each basis; m keeps its meaning, and v its order of eigenvalues."""
+    average = _rotated_back(states["exp_avg"], states)
+    for dim, side in enumerate(("row", "column")):
+        if f"{side}_basis" in states:
+            factor, basis = states[f"{side}_factor"], states[f"{side}_basis"]
+            before = basis.to(factor.dtype)
+            product = factor @ before
+            order = (before * product).sum(0).argsort(descending=True, stable=True)
+            states["exp_avg_sq"].copy_(states["exp_avg_sq"].index_select(dim, order))
+            if bool(torch.isfinite(factor).all()):
+                product += before * _ridge(factor)  # where the factor is zero, directions stay
+                basis.copy_(torch.linalg.qr(product[:, order])[0])
+            else:
+                basis.fill_(torch.nan)
+    states["exp_avg"].copy_(_rotated(average, states))
+
+
+def _ridge(factor: torch.Tensor) -> torch.Tensor:
+    return factor.diagonal().mean() * _RIDGE
+
+
+def eigenbasis(factor: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors, those of the largest eigenvalues first. In a null space, the orthonormal basis that is nearest to fixed
+    vectors: any other one would be a matter of rounding. A matrix that is not finite gives nan."""
+    if not bool(torch.isfinite(factor).all()):
+        return torch.full_like(factor, torch.nan)
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:
+        values, vectors = (found.to(factor.dtype) for found in torch.linalg.eigh(factor.double()))
+    rounding = values[-1] * len(factor) * torch.finfo(factor.dtype).eps
+    missing = int((values <= torch.maximum(_ridge(factor), rounding)).sum())
+    if missing:
+        null = vectors[:, :missing]
+        left, _, right = torch.linalg.svd(null.T @ _fixed_vectors(len(factor), missing).to(null))
+        vectors[:, :missing] = null @ (left @ right)
+    return vectors.flip(1)
+
+
+def _fixed_vectors(size: int, count: int) -> torch.Tensor:
+    """Orthonormal columns in no special position: no null space that occurs is orthogonal to one of them."""
+    generator = torch.Generator().manual_seed(size)
+    return torch.linalg.qr(torch.randn(size, count, generator=generator, dtype=torch.float64))[0]

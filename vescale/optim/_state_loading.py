@@ -28,6 +28,11 @@ from vescale.placements import (
 )
 
 
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in the ``locals()`` of an optimizer's constructor, which so are listed once, in its signature."""
+    return {name: value for name, value in given.items() if name not in ("self", "params", "__class__")}
+
+
 class ExactStates(Optimizer):
     """An optimizer whose states are loaded as :meth:`loaded_state` says, instead of cast to the parameter's dtype.
 

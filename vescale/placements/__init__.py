@@ -3,13 +3,12 @@
 from vescale.compat import extend_entry
 from vescale.placements._checkpoint import allow_safe_load
 from vescale.placements._custom_placement import CustomPlacement, has_custom
-from vescale.placements._exchange_plan import Exchange, Piece, plan_exchange, unpack
+from vescale.placements._exchange_plan import Piece, plan_exchange, unpack
 from vescale.placements._flattened import FlattenedShard
 from vescale.placements._hooks import dtensor_hooks
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._local_conversion import distribute_tensor, from_local, to_local
 from vescale.placements._native_moves import NativeMove, native_move
-from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._placement_kinds import (
     at_dim,
     contiguous_stride,
@@ -25,7 +24,7 @@ from vescale.placements._placement_kinds import (
     without_partials,
 )
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
-from vescale.placements._redistribute import full_tensor, keeps_expanded, move_local, redistribute
+from vescale.placements._redistribute import full_tensor, keeps_expanded, move_local, normalize_placements, redistribute
 from vescale.placements._region import Box, Interval, Region, coordinates, largest_shape, local_region, own_region
 
 __all__ = [

@@ -8,8 +8,7 @@ from typing import Any
 from vescale.compat import DTensorHooks
 from vescale.placements._custom_placement import CUSTOM_TYPES, has_custom
 from vescale.placements._local_conversion import distribute_tensor, from_local, local_gradient
-from vescale.placements._normalized_placements import normalize_placements
-from vescale.placements._redistribute import full_tensor, redistribute, redistribute_local
+from vescale.placements._redistribute import full_tensor, normalize_placements, redistribute, redistribute_local
 
 
 def dtensor_hooks(

@@ -19,10 +19,15 @@ from vescale.comm import axis_group
 from vescale.compat import begin_world, current_mesh, make_dtensor, rank_in_mesh, stock
 from vescale.errors import PlacementError
 from vescale.placements._custom_placement import has_custom
-from vescale.placements._normalized_placements import contiguous_spec, normalize_placements, resolve_gradient
 from vescale.placements._placement_kinds import ragged_axis, shard_dim, without_partials
 from vescale.placements._ragged import RaggedShard
-from vescale.placements._redistribute import Redistribute, move_local
+from vescale.placements._redistribute import (
+    Redistribute,
+    contiguous_spec,
+    move_local,
+    normalize_placements,
+    resolve_gradient,
+)
 from vescale.placements._region import local_region, own_region
 
 

@@ -17,10 +17,12 @@ from vescale.plans._entries import (
     Entry,
     FactoryEntry,
     LocalEntry,
+    Path,
     Phase,
     PrecisionEntry,
     RedistributeEntry,
     ShardEntry,
+    Target,
     UnitEntry,
     checkpoint_budget,
     checkpoint_policy,
@@ -33,11 +35,9 @@ from vescale.plans._entries import (
 )
 from vescale.plans._hf_import import BATCHED_INPUTS, HfImportWarning, config_value, expressions, merged_paths, wildcard
 from vescale.plans._mesh_axes import MeshAxes, axis_sizes
-from vescale.plans._path import Path, Target
-from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry, with_pipeline
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan
-from vescale.plans._yaml_reader import Document, YamlLimits, load_yaml
+from vescale.plans._plan_entries import PIPELINE_SCHEDULES, PipelineEntry, with_pipeline
 from vescale.plans._yaml_writer import plan_text
 
 __all__ = [

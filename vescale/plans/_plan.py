@@ -13,18 +13,15 @@ from torch.distributed.tensor import Replicate
 
 from vescale.errors import EntryError, Source, calling_line, did_you_mean
 from vescale.placements import RaggedShard
-from vescale.plans._entries import INIT, RUN, ShardEntry
-from vescale.plans._hf_import import add_hf_entries
+from vescale.plans._entries import INIT, RUN, ShardEntry, Target
+from vescale.plans._hf_import import add_hf_entries, add_parallel_plan
 from vescale.plans._mesh_axes import MeshAxes
-from vescale.plans._parallel_plan_import import add_parallel_plan
-from vescale.plans._path import Target
-from vescale.plans._pipeline_entry import pipeline_entry
-from vescale.plans._plan_entries import ModuleEntries
+from vescale.plans._plan_entries import PlanEntries, pipeline_entry
 from vescale.plans._yaml_reader import read_plan
 from vescale.plans._yaml_writer import plan_text
 
 
-class Plan(ModuleEntries):
+class Plan(PlanEntries):
     """An ordered list of entries over the axes of a mesh, independent of any model.
 
     ::
@@ -154,26 +151,12 @@ class Plan(ModuleEntries):
 
         See docs/pipeline.md. Returns the plan.
         """
-        source = source or calling_line()
+        given = {name: value for name, value in locals().items() if name not in ("self", "axis")}
+        given |= {"mesh": mesh if axis is None else axis, "source": source or calling_line()}
         if self._pipeline is not None:
-            raise EntryError(f"pipeline: the plan already has one, from {self._pipeline.source}; keep one", source)
-        self._pipeline = pipeline_entry(
-            self.axes,
-            split_before=split_before,
-            stages=stages,
-            balance=balance,
-            mesh=mesh if axis is None else axis,
-            schedule=schedule,
-            microbatches=microbatches,
-            loss=loss,
-            reduce=reduce,
-            rows=rows,
-            stages_per_rank=stages_per_rank,
-            costs=costs,
-            memory_gib=memory_gib,
-            microbatch_shape=microbatch_shape,
-            source=source,
-        )
+            problem = f"pipeline: the plan already has one, from {self._pipeline.source}; keep one"
+            raise EntryError(problem, given["source"])
+        self._pipeline = pipeline_entry(self.axes, **given)
         return self
 
     @classmethod

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.errors import MissingMeshError, PlanError, Source, YamlPlanError, did_you_mean, kind_of
+from vescale.plans._entries import MAX_EXPRESSION
 from vescale.plans._mesh_axes import MeshAxes
-from vescale.plans._path import MAX_EXPRESSION
 from vescale.plans._placement_text import parse_placement, shown_text
-from vescale.plans._plan_entries import ModuleEntries
+from vescale.plans._plan_entries import PlanEntries
 
 # YAML text to plain data with the position of every value, within limits.
 #
@@ -36,17 +36,7 @@ MAX_NODES = 10_000
 MAX_TEXT = 20_000  # characters of one value: the units of a ragged placement over thousands of ranks
 
 
-@dataclass(frozen=True)
-class YamlLimits:
-    """What a text may have at most; ``noun`` and ``advice`` are for the error."""
-
-    noun: str = "plan"
-    num_bytes: int = MAX_BYTES
-    num_nodes: int = MAX_NODES
-    advice: str = "write one entry, with a path that matches many tensors"
-
-
-_OF_PLANS = YamlLimits()
+_ADVICE = "write one entry, with a path that matches many tensors"
 
 # The keys and indices that lead to a value from the document's root.
 Place = tuple[str | int, ...]
@@ -76,25 +66,25 @@ class Document:
             place = place[:-1]
 
 
-def load_yaml(file: str | os.PathLike[str], limits: YamlLimits = _OF_PLANS) -> Document:
+def load_yaml(file: str | os.PathLike[str]) -> Document:
     """Read a file, or text (a str with a line break). Raises PlanError with line and column.
 
     The same text, under the same name, as at an earlier call gives the same document, which must not be changed.
     """
     if isinstance(file, str) and "\n" in file:
         text, name = file, "<yaml>"
-        if len(text) > limits.num_bytes:
-            raise _too_large(name, limits)
+        if len(text) > MAX_BYTES:
+            raise _too_large(name)
     else:
-        text, name = _text_of(Path(file), limits), str(file)
-    return _document_of(text, name, limits)
+        text, name = _text_of(Path(file)), str(file)
+    return _document_of(text, name)
 
 
 @functools.lru_cache(maxsize=32)
-def _document_of(text: str, name: str, limits: YamlLimits) -> Document:
+def _document_of(text: str, name: str) -> Document:
     document = Document(name, num_characters=len(text))
     try:
-        loader = _BoundedLoader(text, name, limits)
+        loader = _BoundedLoader(text, name)
         try:
             node = loader.get_single_node()
             document.data = None if node is None else _build(node, (), document, loader)
@@ -115,39 +105,33 @@ def _document_of(text: str, name: str, limits: YamlLimits) -> Document:
     return document
 
 
-def _text_of(path: Path, limits: YamlLimits) -> str:
+def _text_of(path: Path) -> str:
     is_special = False
     with contextlib.suppress(OSError, ValueError):  # the error is raised below
         is_special = path.exists() and not path.is_file() and not path.is_dir()
     if is_special:  # a pipe's writer may never come, and a device has no end
-        raise YamlPlanError(
-            f"cannot read the {limits.noun} {str(path)!r}: it is a pipe or device; pass the path of a YAML file"
-        )
+        raise YamlPlanError(f"cannot read the plan {str(path)!r}: it is a pipe or device; pass the path of a YAML file")
     try:
         with path.open("rb") as opened:
-            data = opened.read(limits.num_bytes + 1)
+            data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise YamlPlanError(
-            f"cannot read the {limits.noun} {str(path)!r}: {error.strerror}; pass the path of a YAML file"
+            f"cannot read the plan {str(path)!r}: {error.strerror}; pass the path of a YAML file"
         ) from None
     except ValueError as error:  # a null character in the path
-        raise YamlPlanError(
-            f"cannot read the {limits.noun} {str(path)!r}: {error}; pass the path of a YAML file"
-        ) from None
-    if len(data) > limits.num_bytes:
-        raise _too_large(str(path), limits)
+        raise YamlPlanError(f"cannot read the plan {str(path)!r}: {error}; pass the path of a YAML file") from None
+    if len(data) > MAX_BYTES:
+        raise _too_large(str(path))
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise YamlPlanError(
-            f"the {limits.noun} is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1, 1)
+            f"the plan is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1, 1)
         ) from None
 
 
-def _too_large(name: str, limits: YamlLimits) -> PlanError:
-    return YamlPlanError(
-        f"the {limits.noun} has more than {limits.num_bytes} bytes; {limits.advice}", Source(name, 1, 1)
-    )
+def _too_large(name: str) -> PlanError:
+    return YamlPlanError(f"the plan has more than {MAX_BYTES} bytes; {_ADVICE}", Source(name, 1, 1))
 
 
 def _advice(detail: str) -> str:
@@ -163,9 +147,9 @@ def _advice(detail: str) -> str:
 class _BoundedLoader(yaml.SafeLoader):
     """Composes nodes within the limits of a plan: depth, number and length of nodes, no aliases, no tags."""
 
-    def __init__(self, text: str, name: str, limits: YamlLimits) -> None:
+    def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
-        self._document_name, self._limits = name, limits
+        self._document_name = name
         self._depth = 0
         self._num_nodes = 0
 
@@ -183,9 +167,9 @@ class _BoundedLoader(yaml.SafeLoader):
     def _problem(self, event: Any) -> str | None:
         self._num_nodes += 1
         if self._depth >= MAX_DEPTH:
-            return f"the {self._limits.noun} is nested deeper than {MAX_DEPTH} levels"
-        if self._num_nodes > self._limits.num_nodes:
-            return f"the {self._limits.noun} has more than {self._limits.num_nodes} parts; {self._limits.advice}"
+            return f"the plan is nested deeper than {MAX_DEPTH} levels"
+        if self._num_nodes > MAX_NODES:
+            return f"the plan has more than {MAX_NODES} parts; {_ADVICE}"
         if isinstance(event, yaml.AliasEvent):
             return (
                 f"alias *{str(event.anchor)[:40]}: plans cannot contain aliases; use vars: and ${{name}} to share text"
@@ -312,7 +296,7 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
         yield path
 
 
-_P = TypeVar("_P", bound=ModuleEntries)
+_P = TypeVar("_P", bound=PlanEntries)
 
 _VARIABLE = regex.compile(r"\$\{([^{}]*)\}")
 _SECTIONS = (
@@ -372,7 +356,7 @@ def _checked(document: Document) -> Mapping[str, Any]:
     return data
 
 
-def _add_entries(plan: ModuleEntries, file: PlanFile) -> None:
+def _add_entries(plan: PlanEntries, file: PlanFile) -> None:
     document, data = file.document, file.data
     reader = _Reader(plan, document, file.variables)
     for path, value in (data.get("shard") or {}).items():
@@ -409,7 +393,7 @@ def _add_entries(plan: ModuleEntries, file: PlanFile) -> None:
 class _Reader:
     """Adds the entries of a checked document to a plan."""
 
-    def __init__(self, plan: ModuleEntries, document: Document, variables: Mapping[str, str]) -> None:
+    def __init__(self, plan: PlanEntries, document: Document, variables: Mapping[str, str]) -> None:
         self.plan, self.document, self.variables = plan, document, variables
         self._values: dict[str, str] = {}  # of variables, with the variables in them
         self._expanding: list[str] = []

@@ -27,9 +27,8 @@ from vescale.plans._entries import (
     mp_options,
     phase_text,
 )
-from vescale.plans._pipeline_entry import PipelineEntry
 from vescale.plans._placement_text import placement_text
-from vescale.plans._plan_entries import PlanEntries
+from vescale.plans._plan_entries import PipelineEntry, PlanEntries
 
 _PLAIN = regex.compile(r"[A-Za-z0-9_<($.\\][A-Za-z0-9_.\\<>()|${}:+*?]*(?<!:)")
 # The repeated layers of a model at the beginning of a path.

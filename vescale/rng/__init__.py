@@ -6,7 +6,7 @@ same for a model's initialization, without ever holding the whole model. Ops, ru
 """
 
 from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
-from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
+from vescale.rng._deferred_tensor import DeferredValueError, is_deferred
 from vescale.rng._dtensor_fill import Draw, MicrobatchRows, counting_draws, drawing_rows, draws_rows
 from vescale.rng._enable import deferred_init, disable, enable, is_enabled, rand, randint, randn
 from vescale.rng._engine import (
@@ -19,7 +19,6 @@ from vescale.rng._engine import (
     skip_outputs,
 )
 from vescale.rng._materialize import (
-    PlacementFn,
     check_recorded_alike,
     fingerprint,
     has_deferred,

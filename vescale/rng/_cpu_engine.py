@@ -8,9 +8,18 @@ import warnings
 import torch
 
 from vescale.compat import without_modes
-from vescale.rng._fill_request import Fill, copy_out, fill_from_whole, gathered, laid_out_as
 from vescale.rng._mt19937 import Mt19937State
-from vescale.rng._random_ops import Cursor, DrawRule, NormalPairs, RandomOp
+from vescale.rng._random_ops import (
+    Cursor,
+    DrawRule,
+    Fill,
+    NormalPairs,
+    RandomOp,
+    copy_out,
+    fill_from_whole,
+    gathered,
+    laid_out_as,
+)
 from vescale.rng._stream_spans import spans
 
 # Checks on first use in a process that this build of torch draws as the rules of :mod:`vescale.rng` describe.

@@ -20,8 +20,7 @@ from vescale.errors import MaterializeError
 from vescale.placements import Region
 from vescale.rng._dtensor_fill import part_of_whole
 from vescale.rng._engine import fill_part, fill_region, generator_at
-from vescale.rng._fill_request import Fill
-from vescale.rng._random_ops import RandomOp
+from vescale.rng._random_ops import Fill, RandomOp
 from vescale.rng._stream_spans import is_contiguous, stream_order
 
 # The record of ops on tensors that have no values yet: which op writes which storage, in program order.

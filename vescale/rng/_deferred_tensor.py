@@ -30,10 +30,8 @@ _VALUE_QUESTIONS = {aten._local_scalar_dense.default, aten.equal.default, aten.i
 _UNSUPPORTED = {aten.set_.source_Tensor, aten.set_.source_Storage, aten.resize_.default, aten.resize_as_.default}
 
 
-class DeferredValueError(Coded, RuntimeError):
+class DeferredValueError(Coded, RuntimeError, code="VS1201"):
     """Code inside ``deferred_init()`` reads the values of a tensor that is too large to be computed there."""
-
-    code = "VS1201"
 
 
 class DeferredTensor(MemorylessTensor):

@@ -22,8 +22,7 @@ from vescale.errors import PlacementError, RandomOpError
 from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._cpu_engine import GAP_ELEMENTS, SCRATCH_ELEMENTS
 from vescale.rng._engine import advance, fill_region
-from vescale.rng._fill_request import Fill
-from vescale.rng._random_ops import NormalBlocks, RandomOp, WordsPerElement, fill_of, fills
+from vescale.rng._random_ops import Fill, NormalBlocks, RandomOp, WordsPerElement, fill_of, fills
 from vescale.rng._stream_spans import spans, stream_order
 
 # ``counting_draws``: random fills that tell what they would draw, for programs that run without numbers.

@@ -35,10 +35,9 @@ from vescale.rng._cpu_engine import rule_holds
 from vescale.rng._deferred_tensor import Recorder, is_deferred, record_initializer
 from vescale.rng._dtensor_fill import count_write, empty, fill, part_of_whole, region_of
 from vescale.rng._engine import default_generator, fill_part, replay_draws
-from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import characteristic_exponents
 from vescale.rng._op_handlers import handlers
-from vescale.rng._random_ops import NormalBlocks, RandomOp, WordsPerElement
+from vescale.rng._random_ops import Fill, NormalBlocks, RandomOp, WordsPerElement
 from vescale.rng._stream_spans import is_contiguous, owned_dims
 
 # The initializers of ``torch.nn.init`` and the DTensor factories for which handlers of single ops do not suffice.

@@ -16,9 +16,8 @@ from vescale.compat.tensor_subclasses import WrapperTensor, tree_leaves, tree_ma
 from vescale.errors import GeneratorError, UnsupportedRandomOpError
 from vescale.placements import Region
 from vescale.rng import _cpu_engine
-from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
-from vescale.rng._random_ops import RandomOp
+from vescale.rng._random_ops import Fill, RandomOp
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -2,10 +2,13 @@
 
 from vescale.runtime._activation import Activation, Frame, current_activation, is_recomputed, locate, module_of_node
 from vescale.runtime._checkpointed_forward import CheckpointedForward, recomputed_modules
-from vescale.runtime._expert_region import ExpertRegion, TokenExchange
 from vescale.runtime._foreign_tools import refuse_wrapped
 from vescale.runtime._handlers import install_handlers
-from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
+from vescale.runtime._implicit_site import (
+    ImplicitCommunicationError,
+    ImplicitCommunicationWarning,
+    one_placement_text,
+)
 from vescale.runtime._init_mesh import init_mesh, shard_batch
 from vescale.runtime._install import (
     finish_gradients,
@@ -15,18 +18,16 @@ from vescale.runtime._install import (
     no_sync,
     run_eagerly,
 )
-from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._local_region import ExpertRegion, LocalRegion, TokenExchange
 from vescale.runtime._missing_values import MissingValues, MissingValuesWarning
 from vescale.runtime._module_calls import resumed, switch_on, warn_of_compiler
 from vescale.runtime._module_tables import ModuleTables
-from vescale.runtime._offloaded_tensors import observe_offloaded
-from vescale.runtime._op_saving import SavingRule
-from vescale.runtime._placing import Placing, Stages
+from vescale.runtime._op_saving import SavingRule, observe_offloaded
+from vescale.runtime._placing import Placing, Stages, write_back
 from vescale.runtime._plan_units import kept_gathered, reduce_units, unit_groups
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._saved_report import SavedReport, report
-from vescale.runtime._write_back import write_back
+from vescale.runtime._saved_report import report
 
 __all__ = [
     "ImplicitCommunicationError",

@@ -29,7 +29,7 @@ class Frame:
         results: (path, data pointer) of each DTensor that a submodule returned.
         converted: its conversions of inputs of submodules (:mod:`vescale.runtime._placing`).
         where: the module, as the timeline names it.
-        placed: inputs that the plan has brought elsewhere (:mod:`vescale.runtime._write_back`); None: there are none.
+        placed: inputs that the plan has brought elsewhere (:mod:`vescale.runtime._placing`); None: there are none.
     """
 
     module: nn.Module

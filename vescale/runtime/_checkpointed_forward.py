@@ -53,8 +53,15 @@ from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
 from vescale.ops import following_writes
 from vescale.plans import CheckpointPolicy, checkpoint_policy
 from vescale.runtime._activation import current_activation
-from vescale.runtime._offloaded_tensors import OffloadedForward
-from vescale.runtime._op_saving import PRODUCTS, Counting, GeneratorStates, is_heavy, op_name, saving_contexts
+from vescale.runtime._op_saving import (
+    PRODUCTS,
+    Counting,
+    GeneratorStates,
+    OffloadedForward,
+    is_heavy,
+    op_name,
+    saving_contexts,
+)
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shared_memory import SharedMemory
 

@@ -33,7 +33,7 @@ class Executor(enum.Enum):
     GRADIENT = "placing gradients"  # vescale.runtime._gradient_hooks
     SETTING = "settings of a module"  # vescale.runtime._runtime
     PRECISION = "casting inputs, outputs and parameters"  # vescale.runtime._precision
-    REGION = "running a module on local tensors"  # vescale.runtime._local_region, _expert_region
+    REGION = "running a module on local tensors"  # vescale.runtime._local_region
     CHECKPOINT = "recomputing a forward in backward"  # vescale.runtime._checkpointed_forward
 
 

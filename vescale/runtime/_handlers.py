@@ -18,7 +18,6 @@ from vescale.checks import HASHES_OF_CHECKED_MESHES, called_by_user, describe_gr
 from vescale.comm import note_locals, note_write, record
 from vescale.compat import (
     DispatchListener,
-    DTensorSpec,
     ModelHooks,
     OpHandler,
     install_part,
@@ -319,6 +318,14 @@ def install_handlers() -> None:
 
 class _Listener(DispatchListener):
     hashes_of_checked_meshes = HASHES_OF_CHECKED_MESHES
+    requires_current = staticmethod(require_current)
+    exports = staticmethod(refuse_export)
+    recorded_backward = staticmethod(refuse_derivatives)
+    draws = staticmethod(note_draw)
+    interleaved = staticmethod(decide_interleaved)
+    view_of_parts = staticmethod(view_of_parts)
+    misjudged_view = staticmethod(misjudged_view)
+    moves_nothing = staticmethod(derivative_of_sum)
 
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, Any, Any]]) -> None:
         if running_module() is None:
@@ -337,9 +344,6 @@ class _Listener(DispatchListener):
     def viewed_copies(self, op: Any, moves: Sequence[tuple[torch.Tensor, Any, torch.Tensor, Any]]) -> None:
         for local, source, copy, target in moves:
             remember_copy(local, source, copy, target)
-
-    def requires_current(self, tensor: DTensor) -> None:
-        require_current(tensor)
 
     def hands_out(self, tensor: DTensor) -> None:
         if current_activation() is not None:
@@ -377,9 +381,6 @@ class _Listener(DispatchListener):
         if activation is not None and activation.recorder is not None:
             activation.recorder.give_up("it swaps tensors, as .to() of a module that it makes does")
 
-    def exports(self, tool: str, model: Any) -> None:
-        refuse_export(tool, model)
-
     def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         if follows_graphs() and running_module() is None:
             describe_graphs(losses, gradients, creates_graph=creates_graph)
@@ -388,15 +389,9 @@ class _Listener(DispatchListener):
         if running_module() is None:  # a recorded forward asks for those of all tensors
             refuse_edge(tensor)
 
-    def recorded_backward(self, losses: Sequence[Any]) -> None:
-        refuse_derivatives(losses)
-
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
         if step_checks(tensor.device_mesh) is not None:
             check_move(spec_of(tensor), placements, how)
-
-    def draws(self, spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
-        note_draw(spec, what, generator)
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         note_plain_value(str(op), name, tensor, mesh)
@@ -407,18 +402,6 @@ class _Listener(DispatchListener):
     def mixed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_collective(op, args)
         return run_mixed(op, args, kwargs)
-
-    def interleaved(self, schema: Any) -> Any:
-        return decide_interleaved(schema)
-
-    def view_of_parts(self, schema: Any) -> Any:
-        return view_of_parts(schema)
-
-    def misjudged_view(self, schema: Any, sharding: Any) -> Any:
-        return misjudged_view(schema, sharding)
-
-    def moves_nothing(self, schema: Any, sharding: Any) -> Any:
-        return derivative_of_sum(schema, sharding)
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""

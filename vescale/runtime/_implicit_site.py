@@ -17,17 +17,13 @@ from vescale.plans import MeshAxes, placement_text
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
-class ImplicitCommunicationError(Coded, RuntimeError):
+class ImplicitCommunicationError(Coded, RuntimeError, code="VS0202"):
     """``parallelize(..., strict=True)``: an op needs communication that no plan entry requests."""
 
-    code = "VS0202"
 
-
-class ImplicitCommunicationWarning(Coded, UserWarning):
+class ImplicitCommunicationWarning(Coded, UserWarning, code="VS0202"):
     """An op needed communication that no plan entry requests; issued once for each entry that would request it, repeated
     layers as one."""
-
-    code = "VS0202"
 
 
 @dataclass(frozen=True)

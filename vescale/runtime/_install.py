@@ -32,21 +32,19 @@ from vescale.ops import is_sparse, observe
 from vescale.placements import from_local
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
-from vescale.runtime._adapters import add_merging
+from vescale.runtime._adapters import add_merging, add_save_pretrained
 from vescale.runtime._checkpointed_forward import CheckpointedForward
 from vescale.runtime._executors import Executor, executor_of
-from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._foreign_tools import meet_foreign_tools
 from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._input_checks import check_loaded
-from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._local_region import ExpertRegion, LocalRegion
 from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units, states_in
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 
 

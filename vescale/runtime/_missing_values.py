@@ -25,10 +25,8 @@ _ADVICE = (
 )
 
 
-class MissingValuesWarning(Coded, UserWarning):
+class MissingValuesWarning(Coded, UserWarning, code="VS0207"):
     """A model with parameters or buffers without values was passed to ``parallelize``."""
-
-    code = "VS0207"
 
 
 class MissingValues:

@@ -34,8 +34,8 @@ from vescale.compat.random_ops import count_forward
 from vescale.ops import When, entries, is_sparse, multiply_sparse, read_arguments, require_current, wrap_global
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation, locate_node
 from vescale.runtime._input_checks import note_made
+from vescale.runtime._placing import write_back
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._write_back import write_back
 
 # Tensors made inside a model's forward: every rank makes the global tensor and keeps its local part.
 

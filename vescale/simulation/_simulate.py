@@ -15,7 +15,7 @@ from typing import Any
 
 from vescale.agreement import first_difference
 from vescale.errors import SimulationError
-from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective, Ending, RankRecord, ranks_text
+from vescale.simulation._tracer import COMPARISON, NEW_GROUP, Collective, Ending, RankRecord, ranks_text
 
 # Compares the collectives of simulated ranks: which differ, which wait for each other, which wait forever.
 

@@ -46,12 +46,11 @@ from vescale.rng import has_drawn, host_random_state, set_host_random_state
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, warn_of_compiler, write_back
 from vescale.static._analysis import recorded_tape
 from vescale.static._early_inputs import EarlyInputs, Entered
-from vescale.static._guards import Guards
-from vescale.static._observed_ops import random_state, set_random_state
+from vescale.static._guards import Guards, WatchedState
 from vescale.static._program import TapeProgram
-from vescale.static._python_state import WatchedState
 from vescale.static._record import Recorder, memory_of
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
+from vescale.static._step_records import random_state, set_random_state
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale._version import __version__
-from vescale.errors import PlacementError, StaticRecordError
-from vescale.plans import MeshAxes, placement_text
+from vescale.errors import StaticRecordError
+from vescale.plans import MeshAxes
+from vescale.runtime import one_placement_text
 from vescale.static._analysis import Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._forward import static_forward
 from vescale.static._program import SiteOfTape, TapeProgram
@@ -175,7 +176,7 @@ class RecordedProgram:
         ]
 
     def _text(self, placements: Placements) -> str:
-        texts = [f"{a}: {_placement(p)}" for a, p in zip(self.axes.names, placements, strict=False)]
+        texts = [f"{a}: {one_placement_text(p)}" for a, p in zip(self.axes.names, placements, strict=False)]
         return ", ".join(texts) or "none"
 
 
@@ -237,13 +238,6 @@ def _site(site: SiteOfTape, found: TapeProgram) -> RecordedSite:
 
 def _types(kinds: Sequence[TensorType]) -> tuple[RecordedType, ...]:
     return tuple(RecordedType(kind.placements, kind.grad, kind.factors) for kind in kinds)
-
-
-def _placement(placement: Placement) -> str:
-    try:
-        return placement_text(placement)
-    except PlacementError:  # one that plans do not have
-        return str(placement)
 
 
 def _kind(placement: Placement, grad: Placement | None) -> str:

@@ -29,13 +29,22 @@ from vescale.errors import StaticStepError
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.ir import Redistribute
 from vescale.runtime import Frame, Placing, Runtime, current_activation, resumed
-from vescale.static._analysis import OF_TENSOR_ITSELF, Action, Eager, ReadSizes, RecordedTape, TakeSizes, name_of
-from vescale.static._checks import check_of, needs_sizes
+from vescale.static._analysis import (
+    OF_TENSOR_ITSELF,
+    Action,
+    Eager,
+    LocalFunction,
+    ReadSizes,
+    RecordedTape,
+    TakeSizes,
+    check_of,
+    local_function,
+    name_of,
+    needs_sizes,
+)
 from vescale.static._early_inputs import Entered
 from vescale.static._gradients import is_whole
 from vescale.static._hidden_tensors import hidden_slots
-from vescale.static._local_functions import LocalFunction, local_function
-from vescale.static._observed_ops import SIZE_READERS, LocalRun, random_state, set_random_state
 from vescale.static._record import (
     BoundaryEvent,
     CallEvent,
@@ -48,7 +57,7 @@ from vescale.static._record import (
 )
 from vescale.static._shown_entries import PlacedTensor, ShownEntries, handed_out
 from vescale.static._state import checkpoint_of, is_inside, own_forward
-from vescale.static._step_records import Boundary
+from vescale.static._step_records import SIZE_READERS, Boundary, LocalRun, random_state, set_random_state
 from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order, types_of
 from vescale.static._units import LocalParameter, ModelUnits, UnitForward
 

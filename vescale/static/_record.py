@@ -40,8 +40,18 @@ from vescale.compat import (
 from vescale.ops import entries
 from vescale.runtime import Frame, Placing, Stages
 from vescale.static._hidden_tensors import hidden_slots
-from vescale.static._observed_ops import LocalRun, ObservedOps, WithObservedOps, random_state, run_on_locals
-from vescale.static._step_records import Boundary, Call, ModuleCall, TensorRecord, Value
+from vescale.static._step_records import (
+    Boundary,
+    Call,
+    LocalRun,
+    ModuleCall,
+    ObservedOps,
+    TensorRecord,
+    Value,
+    WithObservedOps,
+    random_state,
+    run_on_locals,
+)
 
 # What a call of a recorded step is compared by: its arguments, as the cursor in C++ (``csrc/tape.cpp``) reads them.
 
