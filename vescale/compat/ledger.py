@@ -123,7 +123,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "runtime._module_hooks:instance": (
         "parameters of modules in a forward; lazy_initialization of layers of transformers' caches",
         "placed as the plan says", "with the call, or the cache"),
-    "runtime._module_tables:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
+    "runtime._install:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
     "runtime._runtime:instance": (
         "modules of a model; its methods (generate, _apply, ...)", "they know of their model and its mesh", _MODEL),
     "runtime._shared_memory:instance": (

@@ -10,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.errors import PipelineCallError
 from vescale.pipeline._batches import Signature
-from vescale.pipeline._label_means import is_mean_of_labels
 from vescale.pipeline._loss_path import output_at
 from vescale.pipeline._traced import MEAN
+from vescale.pipeline._traced_functions import is_mean_of_labels
 from vescale.plans import PipelineEntry
 
 

@@ -10,7 +10,7 @@ import torch
 from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.compat.tensor_subclasses import without_modes
 from vescale.errors import PipelineLossError, kind_of
-from vescale.pipeline._unknown_values import UnknownValueError
+from vescale.pipeline._traced_functions import UnknownValueError
 from vescale.plans import PipelineEntry, PlanError
 
 

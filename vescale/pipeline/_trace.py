@@ -26,12 +26,17 @@ from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, StageEnd, running
 from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
-from vescale.pipeline._label_means import TracedFunctions
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._recipes import Recipes
 from vescale.pipeline._row_flow import RowOps, users_line
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
-from vescale.pipeline._unknown_values import UnknownResultError, UnknownValueError, refuse_reading, why_unknown
+from vescale.pipeline._traced_functions import (
+    TracedFunctions,
+    UnknownResultError,
+    UnknownValueError,
+    refuse_reading,
+    why_unknown,
+)
 from vescale.rng import Draw, has_drawn, host_draws_undone
 
 # ``Carried``: during a trace, the tensors that each stage receives from earlier ones.

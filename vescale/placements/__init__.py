@@ -4,11 +4,10 @@ from vescale.compat import extend_entry
 from vescale.placements._checkpoint import allow_safe_load
 from vescale.placements._custom_placement import CustomPlacement, has_custom
 from vescale.placements._exchange_plan import Piece, plan_exchange, unpack
-from vescale.placements._flattened import FlattenedShard
 from vescale.placements._hooks import dtensor_hooks
-from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._local_conversion import distribute_tensor, from_local, to_local
 from vescale.placements._native_moves import NativeMove, native_move
+from vescale.placements._pieced_shards import FlattenedShard, InterleavedShard
 from vescale.placements._placement_kinds import (
     at_dim,
     contiguous_stride,

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import AsyncCollectiveTensor, CheckpointHooks, local_of, make_dtensor, make_spec, note, spec_of
 from vescale.errors import ShardedStateError
-from vescale.placements._flattened import FlattenedShard
-from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._pieced_shards import FlattenedShard, InterleavedShard
 from vescale.placements._placement_kinds import is_sharded
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard, rebuild_strided
 from vescale.placements._region import Box, Region, local_region, own_region

@@ -10,8 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
 from vescale.errors import PlacementError
-from vescale.placements._flattened import FlattenedShard
-from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._pieced_shards import FlattenedShard, InterleavedShard
 from vescale.placements._ragged import RaggedShard
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.errors import PlacementError
-from vescale.placements._flattened import FlattenedShard
+from vescale.placements._pieced_shards import FlattenedShard
 from vescale.placements._placement_kinds import contiguous_stride, is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
 

@@ -11,6 +11,7 @@ from vescale.runtime._implicit_site import (
 )
 from vescale.runtime._init_mesh import init_mesh, shard_batch
 from vescale.runtime._install import (
+    ModuleTables,
     finish_gradients,
     gradient_reducer,
     implicit_communication,
@@ -21,7 +22,6 @@ from vescale.runtime._install import (
 from vescale.runtime._local_region import ExpertRegion, LocalRegion, TokenExchange
 from vescale.runtime._missing_values import MissingValues, MissingValuesWarning
 from vescale.runtime._module_calls import resumed, switch_on, warn_of_compiler
-from vescale.runtime._module_tables import ModuleTables
 from vescale.runtime._op_saving import SavingRule, observe_offloaded
 from vescale.runtime._placing import Placing, Stages, write_back
 from vescale.runtime._plan_units import kept_gathered, reduce_units, unit_groups

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import join_axes
-from vescale.compat import guard_call, native_hooks, no_torch_function, shorten_call
+from vescale.compat import guard_call, native_hooks, no_torch_function, note, shorten_call
 from vescale.errors import NotParallelizedError, kind_of
 from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
@@ -251,3 +251,35 @@ def _reduced_otherwise(module: nn.Module) -> str | None:
 
 
 refuse_reducers_of(_reduced_otherwise)
+
+
+class ModuleTables:
+    """Classes and attributes of a model's modules, and what is in their tables (parameters, buffers, modules, hooks), to be
+    put back when ``parallelize`` fails in the middle.
+
+    Tables are the same objects after :meth:`restore`. What tensors hold is not kept: ``parallelize`` writes to none that the
+    model had before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept: list[tuple[nn.Module, type[nn.Module], dict[str, Any], list[tuple[Any, Any]]]] = []
+        for module in model.modules():
+            attributes = dict(vars(module))
+            tables = [(value, type(value)(value)) for value in attributes.values() if _is_table(value)]
+            self._kept.append((module, type(module), attributes, tables))
+
+    def restore(self) -> None:
+        for module, cls, attributes, tables in self._kept:
+            if type(module) is not cls:
+                note("runtime._install:class", module)
+                module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, before in tables:
+                table.clear()
+                table.update(before)
+
+
+def _is_table(value: Any) -> bool:
+    """Dicts and sets, also ordered ones, whose copy is made as they are."""
+    return type(value).__name__ in ("dict", "OrderedDict", "set")

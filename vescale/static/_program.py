@@ -253,8 +253,7 @@ class TapeProgram:
         self.modules = dict(model.named_modules())
         self.eager_modules = {path: problem for path, problem in taped.problems.items() if problem}
         self.draws, self.grads = taped.draws, taped.grads
-        self.needs_mode = self._used_mode = False
-        self.is_proven = self.is_again = False
+        self.needs_mode = self._used_mode = self.is_proven = self.is_again = False
         self.writes, self._plain = recorder.writes, recorder.plain
         self.steps = 0
         self.shared: dict[Any, Any] = {}
@@ -269,9 +268,8 @@ class TapeProgram:
         self._root: Callable[..., Any] | None = None
         self.difference = ""  # the first one of this forward
         self._types: dict[int, TensorType] = {}  # of values
-        self._observed: list[
-            weakref.ref[torch.Tensor]
-        ] = []  # what calls have returned that are on no tape, with a graph
+        # What calls have returned that are on no tape, with a graph.
+        self._observed: list[weakref.ref[torch.Tensor]] = []
         self._num_observed = 0
         self._tape = native_tape().Tape()
         self._tape.num_values = taped.num_values
