@@ -161,7 +161,7 @@ def arrivals_case(policy: str | None) -> tuple[Counter[str], Counter[str]]:
         stage.__class__ = Watched
     nodes = {name: get_gradient_edge(parameter).node for name, parameter in model.named_parameters()}
     for name, node in nodes.items():  # hooks of the parameters themselves run once in a step
-        node.register_hook(lambda *_, name=name: found[in_second].update([name]))
+        node.register_prehook(lambda *_, name=name: found[in_second].update([name]))
     model.step(**token_batch(0, names=NAMES))
     return found[True], found[False]
 

@@ -79,10 +79,10 @@ def follow_stages(model: nn.Module, place: Any, headers: Headers) -> None:
             return forward(stage, microbatch, received)
 
     @contextlib.contextmanager
-    def run_backward(stage: int, microbatch: int, kind: str) -> Iterator[None]:
+    def run_backward(stage: int, microbatch: int, kind: str) -> Iterator[Any]:
         phase = "weights" if kind == "W" else "backward"
-        with during(phase, stage, microbatch), around_backward(stage, microbatch, kind):
-            yield
+        with during(phase, stage, microbatch), around_backward(stage, microbatch, kind) as backward:
+            yield backward
 
     runner.forward, runner.around_backward = run_forward, run_backward
     from vescale.compat.pipelining import agree_on_sizes
