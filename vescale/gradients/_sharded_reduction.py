@@ -63,6 +63,7 @@ class ShardedGradients:
         self.axes, self.dtype, self.device = axes, dtype, device
         self._parameters, self._slots, self.to_exchange = parameters, slots, to_exchange
         self.unreduced = UnreducedGradients(parameters)
+        self._sharded = ParameterRow(())  # as of the last reduction
         self._reductions: dict[str, BufferReduction] = {}
         self._shown: set[int] = set()
         self._stand_ins: dict[int, torch.Tensor] = {}
@@ -140,8 +141,8 @@ class ShardedGradients:
 
     def refuse_hooked_nodes(self) -> None:
         """See :func:`refuse_hooked_nodes`. Graphs of forwards have the gathered parameters."""
-        parameters = ParameterRow([parameter.sharded for parameter in self._parameters])
-        refuse_hooked_nodes(parameters, (parameter.name for parameter in self._parameters), before=True)
+        self._sharded.tensors = [parameter.sharded for parameter in self._parameters]
+        refuse_hooked_nodes(self._sharded, (parameter.name for parameter in self._parameters), before=True)
 
     def abandon(self, *, frees: bool) -> None:
         """Forget all gradients that have not been reduced to the end. Not ``frees``: something may still use their memory,
