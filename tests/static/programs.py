@@ -212,7 +212,8 @@ REPLACED: dict[
     "number of a module": (SETTINGS, "dim", 1, 2),
     "function of torch": (F, "relu", F.relu, lambda h: torch.softmax(h, -1)),
     "forward of a class": (nn.Linear, "forward", nn.Linear.forward, lambda m, x: F.linear(x.tanh(), m.weight, m.bias)),
-    "a builtin": (builtins, "max", max, lambda *_: 1),
+    # PyTorch's own calls of it go on.
+    "a builtin": (builtins, "max", max, lambda *args, _max=max, **kw: 1 if args == (2, 1) else _max(*args, **kw)),
     "method of torch.Tensor": (torch.Tensor, "relu", torch.Tensor.tanh, torch.Tensor.sigmoid),
     "attribute of torch.Tensor": (torch.Tensor, "mT", property(lambda t: t.tanh()), property(lambda t: t.sigmoid())),
     "defaults": (None, "__defaults__", (1,), (2,)),
