@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.static.programs import Scaled, Sums, in_thread, quantized, tensors_of, unless
+from tests.static.programs import Scaled, Sums, in_thread, now, quantized, tensors_of, unless
 
 Around = Callable[[Any, torch.Tensor, int], Any]
 
@@ -178,6 +178,19 @@ def _interrupted(model: Any, x: torch.Tensor, step: int) -> Any:
     return [_step(model, x), torch.zeros(2)]
 
 
+def _hook_that_goes(model: Any, x: torch.Tensor, step: int) -> Any:
+    """It takes itself away in a late step, in which it still has its effect."""
+    if step == 0:
+
+        def doubled(_: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+            if now() == 3:
+                handle.remove()
+            return out * 2
+
+        handle = model.down.register_forward_hook(doubled)
+    return _step(model, x)
+
+
 def _frozen_by_turns(model: Any, x: torch.Tensor, step: int) -> Any:
     """As those of two adversaries."""
     model.up.requires_grad_(step % 2 == 0)
@@ -235,6 +248,7 @@ AROUND: dict[str, Around] = {
     "hook of a parameter": _once(_on_parameter),
     "hook after accumulation": _once(_post_accumulate),
     "hook of a module": _once(lambda m: m.other.register_forward_hook(lambda *_: None)),
+    "hook that goes": _hook_that_goes,
     "hook that changes": _once(lambda m: m.down.register_forward_hook(lambda m, a, out: out * 2)),
     "backward hook": _once(lambda m: m.down.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 2,))),
     "hook before": _once(lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 2,))),

@@ -293,7 +293,7 @@ def _is_installed(module: str | None) -> bool:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BUFFERS = Kind(dict, _put_dict)  # also those that a forward registers
+_BUFFERS = Kind(dict, _put_dict)  # and parts; also those that a forward registers
 _ITERATORS: frozenset[type] = frozenset(
     (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), types.GeneratorType)
 )
@@ -541,7 +541,7 @@ class WatchedForward:
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.named_modules())
-        self._places = _Places.of_module(parts)
+        self._places, self._parts = _Places.of_module(parts), parts
         self._buffers = {id(part._buffers) for _, part in parts}
         self._held: list[tuple[_Place, Any]] = []
         self._read()
@@ -565,12 +565,14 @@ class WatchedForward:
                     yield f"{place.name}{key}", value, functools.partial(place.value, key)
 
     def objects(self) -> list[tuple[Kind, Any]]:
-        """Those with state, with how their contents are read and put; of long containers, those that are others by now."""
-        return [
+        """Those with state, and the parts of modules, with how their contents are read and put; of long containers, those
+        that are others by now."""
+        found = [
             (place.kind, place.item)
             for place, before in self._held
             if not _is_long(before) or not is_same(before, place.kind.read(place.item))
         ]
+        return found + [(_BUFFERS, part._modules) for _, part in self._parts if part._modules]
 
 
 def _is_long(content: Any) -> bool:

@@ -25,6 +25,7 @@ from vescale.fsdp import ManagedParameter
 from vescale.ir import ATTRIBUTES, Kind, WatchedForward, is_same
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
+_REPLACED = "parameters, buffers, parts or forwards of modules were replaced"
 
 
 class Guards:
@@ -82,6 +83,15 @@ class Guards:
             while len(hooks) > number:
                 hooks.popitem()
 
+    def unseen(self) -> str:
+        """What a forward has changed that its static step passes over: calls run no hooks that it has added, and modules
+        show what was there before; "" if there is nothing. A hook that it has taken away has had its effect."""
+        if self._native.first_resized(self._hooks, self._num_hooks) >= 0 and any(
+            len(hooks) > number for hooks, number in zip(self._hooks, self._num_hooks, strict=True)
+        ):
+            return "hooks of modules were added"
+        return _REPLACED if self.have_replaced() else ""
+
     def have_replaced(self) -> bool:
         """Whether parameters, buffers or parts of modules are others."""
         return bool(self._native.first_changed(self._dicts, self._names, self._values) >= 0)
@@ -97,7 +107,7 @@ class Guards:
         if native.first_other_flag(self._tensors, self._requires_grad) >= 0:
             return "requires_grad of parameters has changed"
         if self.have_replaced():
-            return "parameters, buffers, parts or forwards of modules were replaced"
+            return _REPLACED
         return ""
 
 

@@ -340,8 +340,7 @@ class TapeProgram:
             except ValueError as problem:
                 raise UnrecordedError(f"of an output, {problem}") from problem
             reason = run.end(returned, self._output_numbers)
-            # What modules show is in front of what the forward has set, and calls of modules run no hooks that it has added.
-            reason = reason or self.guards.broken()
+            reason = reason or self.guards.unseen()
             # The model may have caught that it had left.
             has_more = any(map(has_attributes, returned))
             if reason or run.has_left or has_more or any(x() is not None for x in self._observed):
